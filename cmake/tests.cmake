@@ -1,0 +1,48 @@
+# GoogleTest programs, and the Python module that only tests and benchmarks load.
+
+find_package(GTest QUIET)
+if(NOT TARGET GTest::gmock_main)
+  message(FATAL_ERROR "lockstep: GoogleTest was not found; install it (Debian: libgtest-dev libgmock-dev), "
+                      "or build without tests: -DLOCKSTEP_TESTS=OFF.")
+endif()
+include(GoogleTest)
+
+# Anything that could hang ends by itself: seconds per test.
+function(lockstep_add_test target seconds)
+  target_link_libraries(${target} PRIVATE GTest::gmock_main lockstep_warnings)
+  gtest_discover_tests(${target} PROPERTIES TIMEOUT ${seconds} DISCOVERY_TIMEOUT 60)
+endfunction()
+
+# lockstep_core_tests: runs without torch, so also under sanitizers.
+add_executable(lockstep_core_tests
+  tests/cpp/core/backward_tracker_test.cpp
+  tests/cpp/core/bucket_plan_test.cpp
+  tests/cpp/core/bucket_planner_test.cpp)
+target_link_libraries(lockstep_core_tests PRIVATE lockstep_core)
+lockstep_add_test(lockstep_core_tests 60)
+
+if(LOCKSTEP_CORE_ONLY)
+  return()
+endif()
+
+# lockstep_tests: the engine, with ranks as threads of one process.
+add_executable(lockstep_tests
+  tests/cpp/engine/communicator_test.cpp
+  tests/cpp/engine/grad_buffers_test.cpp
+  tests/cpp/engine/pack_test.cpp
+  tests/cpp/engine/reducer_test.cpp)
+target_include_directories(lockstep_tests PRIVATE tests/cpp/engine)
+target_link_libraries(lockstep_tests PRIVATE lockstep lockstep_fmt)
+# -fPIC and not the -fPIE of programs: a precompiled header is only shared between equal flags.
+target_compile_options(lockstep_tests PRIVATE -fPIC)
+target_precompile_headers(lockstep_tests REUSE_FROM lockstep)
+lockstep_add_test(lockstep_tests 120)
+
+# lockstep_testing: process groups for tests and benchmarks. Never installed; lies in <build>/testing, put that on
+# PYTHONPATH (scripts/test.sh and pytest's settings do).
+if(LOCKSTEP_PYTHON)
+  lockstep_add_python_module(lockstep_testing tests/extension/module.cpp tests/extension/instant_group.cpp)
+  target_include_directories(lockstep_testing PRIVATE tests/extension)
+  target_precompile_headers(lockstep_testing REUSE_FROM _C)
+  set_target_properties(lockstep_testing PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/testing)
+endif()

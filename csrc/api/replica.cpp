@@ -1,0 +1,77 @@
+#include "api/replica.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+#include <utility>
+
+#include "comm/agree.h"
+#include "hooks/registry.h"
+
+namespace lockstep {
+namespace {
+
+/// Tensors that can travel as one flat tensor.
+struct Chunk {
+  std::vector<at::Tensor> tensors;
+  int64_t bytes = 0;
+};
+
+std::vector<Chunk> chunks_of(const std::vector<at::Tensor>& tensors, int64_t chunk_bytes) {
+  std::vector<Chunk> chunks;
+  std::map<std::pair<at::ScalarType, std::string>, size_t> open;  // ordered: the same on every rank
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    const std::pair kind{tensor.scalar_type(), tensor.device().str()};
+    auto place = open.find(kind);
+    if (place == open.end() || chunks[place->second].bytes >= chunk_bytes) {
+      place = open.insert_or_assign(kind, chunks.size()).first;
+      chunks.emplace_back();
+    }
+    chunks[place->second].tensors.push_back(tensor.detach());
+    chunks[place->second].bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  return chunks;
+}
+
+at::Tensor flatten(const Chunk& chunk) {
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& tensor : chunk.tensors) {
+    const at::Tensor dense = tensor.contiguous();
+    parts.push_back((dense.is_complex() ? at::view_as_real(dense) : dense).reshape({-1}));
+  }
+  return at::cat(parts);
+}
+
+void unflatten(const Chunk& chunk, const at::Tensor& flat) {
+  int64_t offset = 0;
+  for (const at::Tensor& tensor : chunk.tensors) {
+    const int64_t numel = tensor.numel() * (tensor.is_complex() ? 2 : 1);
+    at::Tensor part = flat.narrow(0, offset, numel);
+    offset += numel;
+    if (tensor.is_complex()) part = at::view_as_complex(part.view({-1, 2}));
+    tensor.copy_(part.view(tensor.sizes()));
+  }
+}
+
+}  // namespace
+
+Replica::Replica(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options)
+    : comm_(std::move(comm)),
+      reducer_(Reducer::create(std::move(params), comm_, std::move(options), make_comm_hook("allreduce"))) {}
+
+void Replica::verify_same_model() {
+  lockstep::verify_same_model(*comm_, reducer_->params().tensors, reducer_->params().names);
+}
+
+void Replica::copy_from_rank_zero(const std::vector<at::Tensor>& tensors, int64_t chunk_bytes) {
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView no_versions;
+  for (const Chunk& chunk : chunks_of(tensors, chunk_bytes)) {
+    const at::Tensor flat = flatten(chunk);
+    comm_->broadcast(flat, 0)->wait();
+    if (comm_->rank() != 0) unflatten(chunk, flat);
+  }
+}
+
+}  // namespace lockstep

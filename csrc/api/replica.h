@@ -1,0 +1,47 @@
+// One copy of the model among N: makes it equal to the others at the start, and keeps its gradients equal after that.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "buckets/grad_buffers.h"
+#include "comm/communicator.h"
+#include "reducer/options.h"
+#include "reducer/reducer.h"
+
+namespace lockstep {
+
+/// What both fronts hold. The steps of training are those of `reducer()`.
+class Replica {
+ public:
+  /// Not collective. Starts with the default hook.
+  /// @param params  the trainable parameters, in an order that is equal on all ranks.
+  Replica(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options);
+
+  /// Checks that all ranks wrap the same model. Collective.
+  /// @throws lockstep::Error  on every rank when they differ, with the first difference.
+  void verify_same_model();
+
+  /// Overwrites `tensors` (parameters and buffers, any dtypes, on one or several devices) by those of rank 0, without
+  /// touching their version counters. Collective; ranks must bring the same list. Tensors of one dtype and device
+  /// travel together, about `chunk_bytes` at a time.
+  void copy_from_rank_zero(const std::vector<at::Tensor>& tensors, int64_t chunk_bytes);
+
+  /// Counts forwards whose backward is to be reduced, for logs.
+  void count_forward() { ++forwards_; }
+  [[nodiscard]] int64_t forwards() const { return forwards_; }
+
+  [[nodiscard]] Reducer& reducer() { return *reducer_; }
+  [[nodiscard]] Communicator& communicator() { return *comm_; }
+
+ private:
+  std::shared_ptr<Communicator> comm_;
+  std::shared_ptr<Reducer> reducer_;
+  std::atomic<int64_t> forwards_ = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,265 @@
+#include "buckets/grad_buffers.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kWhyDtypesMatter =
+    "Buckets are laid out for the parameter as it was when it was wrapped. Wrap the module again after changing the "
+    "dtype, device or shape of its parameters";
+
+int64_t reals_per_element(const at::Tensor& tensor) { return tensor.is_complex() ? 2 : 1; }
+
+at::ScalarType real_type(const at::Tensor& tensor) {
+  return tensor.is_complex() ? c10::toRealValueType(tensor.scalar_type()) : tensor.scalar_type();
+}
+
+std::vector<int64_t> row_major(at::IntArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t next = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = next;
+    next *= std::max<int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+std::vector<int64_t> slot_strides(const at::Tensor& param) {
+  return param.is_non_overlapping_and_dense() ? param.strides().vec() : row_major(param.sizes());
+}
+
+bool same_order(at::IntArrayRef sizes, at::IntArrayRef a, at::IntArrayRef b) {
+  if (a == b) return true;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1 && a[d] != b[d]) return false;
+  }
+  return true;
+}
+
+/// The parameter's gradient, to be read or replaced. It must not be held across calls into autograd.
+at::Tensor& grad_of(const at::Tensor& param) { return param.mutable_grad(); }
+
+at::Tensor empty_sparse_like(const at::Tensor& param) {
+  return at::_sparse_coo_tensor_with_dims(1, param.dim() - 1, param.sizes(), param.options().layout(at::kSparse));
+}
+
+}  // namespace
+
+std::string ParamList::label(ParamId id) const { return fmt::format("'{}' (#{})", names[index(id)], index(id)); }
+
+std::vector<ParamSpec> specs_of(const ParamList& params) {
+  std::vector<std::pair<at::ScalarType, at::Device>> kinds;
+  std::vector<ParamSpec> specs;
+  specs.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& param = params.tensors[i];
+    const std::pair kind{param.scalar_type(), param.device()};
+    auto found = std::find(kinds.begin(), kinds.end(), kind);
+    if (found == kinds.end()) found = kinds.insert(kinds.end(), kind);
+    specs.push_back({.numel = param.numel() * reals_per_element(param),
+                     .element_size = static_cast<int64_t>(c10::elementSize(real_type(param))),
+                     .kind = static_cast<int>(found - kinds.begin()),
+                     .sparse = params.sparse[i]});
+  }
+  return specs;
+}
+
+GradBuffers::GradBuffers(const ParamList& params, GradPlacement placement, BucketPlan plan)
+    : params_(&params), placement_(placement) {
+  strides_.reserve(params.size());
+  for (const at::Tensor& param : params.tensors) strides_.push_back(slot_strides(param));
+  adopt(std::move(plan));
+}
+
+void GradBuffers::adopt(BucketPlan plan) {
+  const std::vector<at::Tensor> old_views = std::move(views_);
+  plan_ = std::make_unique<const BucketPlan>(std::move(plan));
+  memory_.clear();
+  memory_.reserve(plan_->num_buckets());
+  for (const Bucket& bucket : plan_->buckets()) {
+    const at::Tensor& first = params_->tensors[index(bucket.params.front())];
+    // Zeros, because gaps between slots travel with the bucket.
+    memory_.push_back(bucket.sparse ? at::Tensor()
+                                    : at::zeros({bucket.numel}, first.options().dtype(real_type(first)).requires_grad(
+                                                                    std::nullopt)));
+  }
+  members_.clear();
+  members_.resize(plan_->num_buckets());
+  views_.clear();
+  if (placement_ == GradPlacement::kOwnMemory) return;
+  views_.resize(params_->size());
+  for (const Bucket& bucket : plan_->buckets()) {
+    if (bucket.sparse) continue;
+    for (const ParamId id : bucket.params) {
+      const size_t i = index(id);
+      views_[i] = slot_view(memory_[index(plan_->slot(id).bucket)], id);
+      at::Tensor& grad = grad_of(params_->tensors[i]);
+      // What has been accumulated so far moves along. A gradient in memory of its own is absorbed in its time.
+      if (!old_views.empty() && grad.defined() && grad.is_same(old_views[i])) {
+        views_[i].copy_(grad);
+        grad = views_[i];
+      }
+    }
+  }
+}
+
+at::Tensor GradBuffers::slot_view(const at::Tensor& flat, ParamId id) const {
+  const at::Tensor& param = params_->tensors[index(id)];
+  const int64_t offset = flat.storage_offset() + plan_->slot(id).offset;
+  // Not an autograd view: `detach_` and other in-place changes of a gradient stay legal.
+  at::Tensor view = at::empty({0}, flat.options().dtype(param.scalar_type()));
+  view.set_(flat.storage(), offset / reals_per_element(param), param.sizes(), strides_[index(id)]);
+  return view;
+}
+
+void GradBuffers::check_grad(ParamId id, const at::Tensor& grad) const {
+  const at::Tensor& param = params_->tensors[index(id)];
+  if (grad.scalar_type() != param.scalar_type()) {
+    fail("the gradient of {} has dtype {}, but its bucket expects {}. {}.", params_->label(id),
+         c10::toString(grad.scalar_type()), c10::toString(param.scalar_type()), kWhyDtypesMatter);
+  }
+  if (grad.layout() != at::kStrided) {
+    fail(
+        "the gradient of {} is sparse, but a dense one was expected. A parameter gets a bucket for sparse gradients "
+        "when its module is an Embedding or EmbeddingBag with sparse=True and uses it alone.",
+        params_->label(id));
+  }
+  const at::Tensor& slot_owner = memory_[index(plan_->slot(id).bucket)];
+  if (grad.device() != slot_owner.device() || grad.numel() != param.numel()) {
+    fail("the gradient of {} has {} elements on {}, but its bucket expects {} on {}. {}.", params_->label(id),
+         grad.numel(), grad.device().str(), param.numel(), slot_owner.device().str(), kWhyDtypesMatter);
+  }
+}
+
+bool GradBuffers::in_slot_order(ParamId id, const at::Tensor& grad) const {
+  return grad.numel() <= 1 || same_order(grad.sizes(), grad.strides(), strides_[index(id)]);
+}
+
+/// Describes one straight copy. A gradient that lies in another order is moved here, through a view of the slot.
+Segment GradBuffers::segment_of(ParamId id, Direction direction, const at::Tensor& flat) {
+  const Slot& slot = plan_->slot(id);
+  const at::Tensor& param = params_->tensors[index(id)];
+  at::Tensor& grad = grad_of(param);
+  Segment segment{.grad = nullptr, .offset = slot.offset, .numel = slot.numel};
+  if (!grad.defined()) {
+    if (direction == Direction::kAbsorb) return segment;
+    grad = at::empty_strided(param.sizes(), strides_[index(id)], param.options().requires_grad(std::nullopt));
+  }
+  check_grad(id, grad);
+  if (in_slot_order(id, grad) && !grad.is_conj() && !grad.is_neg()) {
+    segment.grad = const_cast<void*>(grad.const_data_ptr());
+    return segment;
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor view = slot_view(flat, id);
+  if (direction == Direction::kPublish) {
+    grad.copy_(view);
+  } else {
+    view.copy_(grad);
+    segment.grad = view.mutable_data_ptr();  // to be scaled in place
+  }
+  return segment;
+}
+
+void GradBuffers::absorb(BucketId id, double scale, const PresenceOf& presence) {
+  const Bucket& bucket = plan_->bucket(id);
+  if (bucket.sparse) return absorb_sparse(id, scale);
+  const bool views = placement_ == GradPlacement::kBucketView;
+  const at::Tensor& flat = memory_[index(id)];
+  segments_.clear();
+  for (const ParamId param : bucket.params) {
+    const Presence here = presence ? presence(param) : Presence::kInside;
+    if (here == Presence::kAbsent) {
+      segments_.push_back({.grad = nullptr, .offset = plan_->slot(param).offset, .numel = plan_->slot(param).numel});
+      continue;
+    }
+    if (views && here == Presence::kOutside) move_out(param);
+    segments_.push_back(segment_of(param, Direction::kAbsorb, flat));
+  }
+  pack(flat, segments_, scale);
+  if (!views) return;
+  for (const ParamId param : bucket.params) {
+    at::Tensor& grad = grad_of(params_->tensors[index(param)]);
+    if (grad.defined() && (!presence || presence(param) == Presence::kInside)) grad = views_[index(param)];
+  }
+}
+
+/// Gives a gradient that lies in its bucket memory of its own.
+void GradBuffers::move_out(ParamId id) {
+  at::Tensor& grad = grad_of(params_->tensors[index(id)]);
+  if (grad.defined() && grad.is_same(views_[index(id)])) grad = grad.detach().clone();
+}
+
+void GradBuffers::absorb_sparse(BucketId id, double scale) {
+  const ParamId param = plan_->bucket(id).params.front();
+  const at::Tensor& grad = grad_of(params_->tensors[index(param)]);
+  if (!grad.defined()) {
+    memory_[index(id)] = empty_sparse_like(params_->tensors[index(param)]);
+    return;
+  }
+  if (grad.layout() != at::kSparse) {
+    fail(
+        "the gradient of {} is dense, but a sparse one was expected because its module has sparse=True. The other "
+        "ranks send a sparse one, so this step cannot finish. Use the parameter only in that module, or sparse=False.",
+        params_->label(param));
+  }
+  memory_[index(id)] = grad.detach().mul(scale);
+}
+
+void GradBuffers::publish(BucketId id, const at::Tensor& mean, const Predicate& keep) {
+  const Bucket& bucket = plan_->bucket(id);
+  if (bucket.sparse) {
+    const ParamId param = bucket.params.front();
+    if (!(keep && keep(param))) grad_of(params_->tensors[index(param)]) = mean;
+    return;
+  }
+  if (placement_ == GradPlacement::kBucketView) {
+    at::Tensor& flat = memory_[index(id)];
+    if (!mean.is_alias_of(flat)) flat.copy_(mean);
+    for (const ParamId param : bucket.params) {
+      if (!(keep && keep(param))) grad_of(params_->tensors[index(param)]) = views_[index(param)];
+    }
+    return;
+  }
+  segments_.clear();
+  for (const ParamId param : bucket.params) {
+    if (keep && keep(param)) continue;
+    const Segment segment = segment_of(param, Direction::kPublish, mean);
+    if (segment.grad == nullptr) continue;
+    segments_.push_back(segment);
+    // The kernel writes behind autograd's back: whoever saved this gradient must be able to notice.
+    grad_of(params_->tensors[index(param)]).unsafeGetTensorImpl()->bump_version();
+  }
+  unpack(mean, segments_);
+}
+
+GradBucket GradBuffers::lend(BucketId id) const {
+  return {.id = id, .count = plan_->num_buckets(), .memory = memory_[index(id)], .owner = this};
+}
+
+const BucketMembers& GradBuffers::members(BucketId id) const {
+  std::unique_ptr<const BucketMembers>& cached = members_[index(id)];
+  if (cached) return *cached;
+  const Bucket& bucket = plan_->bucket(id);
+  auto members = std::make_unique<BucketMembers>();
+  for (const ParamId param : bucket.params) {
+    const at::Tensor& tensor = params_->tensors[index(param)];
+    members->params.push_back(tensor);
+    if (bucket.sparse) continue;
+    members->offsets.push_back(static_cast<size_t>(plan_->slot(param).offset));
+    members->lengths.push_back(static_cast<size_t>(plan_->slot(param).numel));
+    members->sizes.push_back(tensor.sizes().vec());
+    if (tensor.is_complex()) members->sizes.back().push_back(2);
+  }
+  cached = std::move(members);
+  return *cached;
+}
+
+const BucketMembers& GradBucket::members() const { return owner->members(id); }
+
+}  // namespace lockstep

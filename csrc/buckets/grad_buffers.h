@@ -1,0 +1,98 @@
+// The memory of the buckets, and the two ways between it and the parameters' gradients.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "buckets/grad_bucket.h"
+#include "core/bucket_plan.h"
+#include "kernels/pack.h"
+
+namespace lockstep {
+
+/// The parameters of one replica, in the order of ParamId.
+struct ParamList {
+  std::vector<at::Tensor> tensors;
+  std::vector<std::string> names;  ///< Fully qualified, one per tensor.
+  std::vector<bool> sparse;        ///< The gradient is expected to be sparse, one per tensor.
+
+  [[nodiscard]] size_t size() const { return tensors.size(); }
+  /// "'layer.weight' (#3)", for messages.
+  [[nodiscard]] std::string label(ParamId id) const;
+};
+
+/// What the planner needs to know. A kind is a pair of dtype and device, numbered in order of appearance.
+[[nodiscard]] std::vector<ParamSpec> specs_of(const ParamList& params);
+
+/// Where gradients live after a step.
+enum class GradPlacement {
+  kOwnMemory,   ///< Each gradient keeps the memory that autograd gave it.
+  kBucketView,  ///< Each gradient is a tensor on its bucket's memory.
+};
+
+/// Flat memory for every bucket of a plan. Not thread-safe: the reducer serialises all calls.
+///
+/// A slot holds its gradient in the memory order of the parameter when that is dense, else row by row (torch's layout
+/// contract), so that a gradient with the parameter's strides is one straight copy.
+class GradBuffers {
+ public:
+  /// @param params  must outlive this object.
+  GradBuffers(const ParamList& params, GradPlacement placement, BucketPlan plan);
+
+  [[nodiscard]] const BucketPlan& plan() const { return *plan_; }
+
+  /// Replaces plan and memory. Gradients that exist are kept: those on bucket memory move to the new memory.
+  void adopt(BucketPlan plan);
+
+  /// How a gradient takes part in a reduction.
+  enum class Presence {
+    kInside,   ///< As usual; with bucket views it lives in the bucket afterwards.
+    kOutside,  ///< Its value is sent, but it must not lie in the bucket, where the reduction would change it.
+    kAbsent,   ///< Zeros are sent whatever it holds.
+  };
+  using PresenceOf = std::function<Presence(ParamId)>;
+  using Predicate = std::function<bool(ParamId)>;
+
+  /// Fills the bucket with `scale` times the gradients; one that does not exist counts as zeros.
+  /// @param presence  empty: all are inside.
+  /// @throws lockstep::Error  a gradient's dtype, device, shape or layout kind is not its parameter's.
+  void absorb(BucketId id, double scale, const PresenceOf& presence);
+
+  /// Hands the mean to the gradients. `mean` has the size of the bucket; it may be other memory than the bucket's.
+  /// @param keep  parameters whose gradient must stay as it is; empty: none.
+  void publish(BucketId id, const at::Tensor& mean, const Predicate& keep);
+
+  /// A tensor on this parameter's slot in `flat`, with the parameter's shape, dtype and layout.
+  [[nodiscard]] at::Tensor slot_view(const at::Tensor& flat, ParamId id) const;
+
+  /// What a comm hook gets to see.
+  [[nodiscard]] GradBucket lend(BucketId id) const;
+  [[nodiscard]] const BucketMembers& members(BucketId id) const;
+  [[nodiscard]] const at::Tensor& memory(BucketId id) const { return memory_[index(id)]; }
+  [[nodiscard]] at::Tensor& memory(BucketId id) { return memory_[index(id)]; }
+
+ private:
+  enum class Direction { kAbsorb, kPublish };
+
+  void move_out(ParamId id);
+  Segment segment_of(ParamId id, Direction direction, const at::Tensor& flat);
+  void absorb_sparse(BucketId id, double scale);
+  void check_grad(ParamId id, const at::Tensor& grad) const;
+  bool in_slot_order(ParamId id, const at::Tensor& grad) const;
+
+  const ParamList* params_;
+  GradPlacement placement_;
+  std::vector<std::vector<int64_t>> strides_;  // of a slot, in elements of the parameter's dtype; by ParamId
+  std::unique_ptr<const BucketPlan> plan_;     // its address stays the same as long as the plan does
+  std::vector<at::Tensor> memory_;             // by BucketId
+  std::vector<at::Tensor> views_;              // by ParamId; only with kBucketView
+  std::vector<Segment> segments_;              // scratch of absorb and publish
+  mutable std::vector<std::unique_ptr<const BucketMembers>> members_;  // by BucketId, built on demand
+};
+
+}  // namespace lockstep

@@ -1,0 +1,34 @@
+// Collectives through a c10d process group: gloo, NCCL, MPI-like, or one written in Python.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "comm/communicator.h"
+
+namespace lockstep {
+
+/// Uses the group's own timeout and options. Calls go through the dispatcher, so that wrappers, profilers and groups
+/// written in Python see them. A group written in Python takes the GIL: callers must not hold it while waiting.
+class C10dCommunicator final : public Communicator {
+ public:
+  explicit C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+  [[nodiscard]] int rank() const override { return rank_; }
+  [[nodiscard]] int size() const override { return size_; }
+  [[nodiscard]] std::string name() const override;
+  [[nodiscard]] const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
+
+  TransferPtr sum(at::Tensor data) override;
+  TransferPtr max(at::Tensor data) override;
+  TransferPtr broadcast(at::Tensor data, int root) override;
+  TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
+  TransferPtr all_to_all(at::Tensor output, at::Tensor input) override;
+  TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override;
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  int rank_;
+  int size_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,53 @@
+// Talking to the other ranks, as the engine sees it: five collectives, and a handle for each one on its way.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+
+namespace lockstep {
+
+/// A collective on its way. Destroying it does not cancel the collective.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+
+  /// Orders what follows after the collective: the host waits on CPU, the current stream waits on a device.
+  /// @throws lockstep::Error or c10::Error  the collective failed or timed out. May be called once.
+  virtual void wait() = 0;
+};
+
+using TransferPtr = std::unique_ptr<Transfer>;
+
+/// A fixed set of ranks. Every rank must issue the same list of calls, with tensors of equal size and dtype.
+///
+/// All tensors are dense and contiguous unless said otherwise, and must stay alive and untouched until `wait` has
+/// returned. Calls return at once; one thread at a time may issue them.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int size() const = 0;
+  /// For messages and logs: "gloo", "nccl", "local".
+  [[nodiscard]] virtual std::string name() const = 0;
+
+  /// `data` becomes the sum over ranks, bit-equal on all of them. `data` may be sparse COO where the backend can.
+  virtual TransferPtr sum(at::Tensor data) = 0;
+  /// `data` becomes the largest value over ranks, element by element.
+  virtual TransferPtr max(at::Tensor data) = 0;
+  /// `data` becomes the mean over ranks: divided by the number of ranks in its own dtype, then summed.
+  virtual TransferPtr average(at::Tensor data);
+  /// `data` becomes that of rank `root`.
+  virtual TransferPtr broadcast(at::Tensor data, int root) = 0;
+  /// `output` (size() * n elements) becomes the `input` (n elements) of rank 0, 1, ...
+  virtual TransferPtr all_gather(at::Tensor output, at::Tensor input) = 0;
+  /// Chunk r of `input` goes to rank r; `output` receives one chunk from each rank, in rank order. Equal sizes, and
+  /// both divisible by size().
+  virtual TransferPtr all_to_all(at::Tensor output, at::Tensor input) = 0;
+  /// `output` (n elements) becomes the sum over ranks of chunk rank() of `input` (size() * n elements).
+  virtual TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;
+};
+
+}  // namespace lockstep

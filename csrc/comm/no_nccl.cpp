@@ -1,0 +1,14 @@
+// The NCCL half of the communicators in a build without NCCL: the same symbols, and one clear sentence.
+#include "comm/nccl_communicator.h"
+#include "core/error.h"
+
+namespace lockstep {
+
+std::string nccl_version() { return {}; }
+
+std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::Store>& /*store*/, int rank,
+                                                     int /*size*/) {
+  fail("[rank {}] this build of lockstep has no NCCL. Rebuild with CUDA, or use the process group as it is.", rank);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,84 @@
+#include "kernels/pack.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace lockstep {
+namespace {
+
+/// Work per thread below which starting another thread costs more than it brings.
+constexpr int64_t kElementsPerThread = 32768;
+
+template <typename T>
+void pack_run(const T* grad, T* slot, int64_t numel, double scale) {
+  using Math = at::opmath_type<T>;
+  if (grad == nullptr) {
+    std::memset(slot, 0, static_cast<size_t>(numel) * sizeof(T));
+  } else if (scale != 1.0) {
+    const Math factor = static_cast<Math>(scale);
+    for (int64_t k = 0; k < numel; ++k) slot[k] = static_cast<T>(static_cast<Math>(grad[k]) * factor);
+  } else if (grad != slot) {
+    std::memcpy(slot, grad, static_cast<size_t>(numel) * sizeof(T));
+  }
+}
+
+template <typename T>
+void unpack_run(T* grad, const T* slot, int64_t numel) {
+  if (grad != nullptr && grad != slot) std::memcpy(grad, slot, static_cast<size_t>(numel) * sizeof(T));
+}
+
+/// Calls `run(segment, first, count)` so that every element is covered once, split evenly over threads whatever the
+/// sizes of the segments.
+template <typename Run>
+void for_each_run(std::span<const Segment> segments, const Run& run) {
+  int64_t total = 0;
+  for (const Segment& segment : segments) total += segment.numel;
+  if (total <= kElementsPerThread || at::get_num_threads() == 1 || at::in_parallel_region()) {
+    for (const Segment& segment : segments) run(segment, 0, segment.numel);
+    return;
+  }
+  at::parallel_for(0, total, kElementsPerThread, [&](int64_t begin, int64_t end) {
+    int64_t start = 0;  // place of the segment in the concatenation of all
+    for (const Segment& segment : segments) {
+      const int64_t first = std::max(begin - start, int64_t{0});
+      const int64_t last = std::min(end - start, segment.numel);
+      if (first < last) run(segment, first, last - first);
+      start += segment.numel;
+      if (start >= end) break;
+    }
+  });
+}
+
+template <typename T>
+T* advance(void* grad, int64_t first) {
+  return grad == nullptr ? nullptr : static_cast<T*>(grad) + first;
+}
+
+}  // namespace
+
+void pack(const at::Tensor& bucket, std::span<const Segment> segments, double scale) {
+  if (bucket.is_cuda()) return cuda::pack(bucket, segments, scale);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, bucket.scalar_type(), "lockstep_pack", [&] {
+    auto* base = bucket.mutable_data_ptr<scalar_t>();
+    for_each_run(segments, [&](const Segment& segment, int64_t first, int64_t count) {
+      pack_run(advance<scalar_t>(segment.grad, first), base + segment.offset + first, count, scale);
+    });
+  });
+}
+
+void unpack(const at::Tensor& bucket, std::span<const Segment> segments) {
+  if (bucket.is_cuda()) return cuda::unpack(bucket, segments);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, bucket.scalar_type(), "lockstep_unpack", [&] {
+    const auto* base = bucket.const_data_ptr<scalar_t>();
+    for_each_run(segments, [&](const Segment& segment, int64_t first, int64_t count) {
+      unpack_run(advance<scalar_t>(segment.grad, first), base + segment.offset + first, count);
+    });
+  });
+}
+
+}  // namespace lockstep

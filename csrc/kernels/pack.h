@@ -1,0 +1,39 @@
+// Moves a bucket's worth of gradients into flat memory, and back, in one pass.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace lockstep {
+
+/// One gradient in the two places it can be: its own memory, and its slot in the bucket.
+/// Both sides are dense runs of `numel` elements in the same order, of the bucket's dtype, on its device.
+struct Segment {
+  void* grad = nullptr;  ///< Null stands for a gradient that is absent: zeros are packed, nothing is unpacked.
+  int64_t offset = 0;    ///< Of the slot, in elements.
+  int64_t numel = 0;     ///< In elements.
+};
+
+/// bucket[offset + k] = grad[k] * scale for every segment, computed in fp32 for half types.
+///
+/// A segment whose `grad` is its own slot is scaled in place (left alone when `scale` is 1). Gaps between slots are
+/// not touched. On a device: one launch on the current stream, the host does not wait.
+/// Moves 2 * sizeof(element) bytes per element.
+///
+/// @param bucket  1-D, contiguous, a real floating-point dtype.
+void pack(const at::Tensor& bucket, std::span<const Segment> segments, double scale);
+
+/// grad[k] = bucket[offset + k] for every segment that has its gradient elsewhere. Same rules as `pack`.
+void unpack(const at::Tensor& bucket, std::span<const Segment> segments);
+
+namespace cuda {
+
+/// The same two on a CUDA device: from kernels/cuda, or a clear refusal in a build without CUDA.
+void pack(const at::Tensor& bucket, std::span<const Segment> segments, double scale);
+void unpack(const at::Tensor& bucket, std::span<const Segment> segments);
+
+}  // namespace cuda
+}  // namespace lockstep

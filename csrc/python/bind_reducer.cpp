@@ -1,0 +1,105 @@
+// The engine with the method names of torch's dist.Reducer, so that whatever drives torch's class can drive ours.
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "api/replica.h"
+#include "comm/c10d_communicator.h"
+#include "comm/local_communicator.h"
+#include "hooks/registry.h"
+#include "python/bindings.h"
+#include "python/python_hook.h"
+
+namespace lockstep::python {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vector<std::string> names,
+                                      std::vector<bool> sparse, const Group& group, GraphKind graph,
+                                      bool gradient_as_bucket_view, BucketLimits first_limits, BucketLimits limits) {
+  ReducerOptions options{
+      .graph = graph,
+      .placement = gradient_as_bucket_view ? GradPlacement::kBucketView : GradPlacement::kOwnMemory,
+      .first_limits = std::move(first_limits),
+      .limits = std::move(limits)};
+  return std::make_shared<Replica>(ParamList{std::move(params), std::move(names), std::move(sparse)},
+                                   std::make_shared<C10dCommunicator>(group), std::move(options));
+}
+
+}  // namespace
+
+void bind_reducer(py::module_& m) {
+  // The GIL goes first: whoever waits for the reducer's mutex must not hold the GIL,
+  // because a Python hook takes it while that mutex is held.
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+
+  py::enum_<GraphKind>(m, "GraphKind", "What may be assumed about the parameters that a backward reaches.")
+      .value("COMPLETE", GraphKind::kComplete)
+      .value("DYNAMIC", GraphKind::kDynamic)
+      .value("STATIC", GraphKind::kStatic);
+
+  py::class_<StepTimes>(m, "StepTimes", "Time stamps of one step in nanoseconds; 0 means that it did not happen.")
+      .def_readonly("forward_start", &StepTimes::forward_start)
+      .def_readonly("backward_compute_start", &StepTimes::backward_compute_start)
+      .def_readonly("backward_compute_end", &StepTimes::backward_compute_end)
+      .def_readonly("communication_start", &StepTimes::communication_start)
+      .def_readonly("communication_end", &StepTimes::communication_end);
+
+  py::class_<Replica, std::shared_ptr<Replica>>(m, "Reducer")
+      .def(py::init(&make_replica), py::arg("params"), py::arg("names"), py::arg("expect_sparse_gradients"),
+           py::arg("process_group"), py::arg("graph"), py::arg("gradient_as_bucket_view"), py::arg("first_limits"),
+           py::arg("limits"), NoGil(), "Limits are in bytes. Not collective.")
+      .def("verify_same_model", &Replica::verify_same_model, NoGil(),
+           "Raises RuntimeError on every rank when the ranks wrap different models. Collective.")
+      .def("copy_from_rank_zero", &Replica::copy_from_rank_zero, py::arg("tensors"), py::arg("chunk_bytes"), NoGil(),
+           "Overwrites the tensors by those of rank 0. Collective.")
+      .def(
+          "set_comm_hook",
+          [](Replica& self, const std::string& name) { self.reducer().set_hook(make_comm_hook(name)); },
+          py::arg("name"), NoGil(), "Selects a hook of the engine by name. Between steps only.")
+      .def(
+          "set_python_hook",
+          [](Replica& self, py::object state, py::object hook, std::string name) {
+            auto adapter = make_python_hook(std::move(state), std::move(hook), std::move(name));
+            const py::gil_scoped_release no_gil;
+            self.reducer().set_hook(std::move(adapter));
+          },
+          py::arg("state"), py::arg("hook"), py::arg("name"), "Selects a hook written for torch. Between steps only.")
+      .def("prepare_for_forward", &Replica::count_forward, NoGil(), "Counts a forward that is to be reduced.")
+      .def(
+          "_rebuild_buckets", [](Replica& self) { return self.reducer().begin_step(); }, NoGil(),
+          "Begins a step; returns True when a new bucket plan was adopted.")
+      .def(
+          "prepare_for_backward",
+          [](Replica& self, const std::vector<at::Tensor>& outputs) { self.reducer().expect_backward(outputs); },
+          py::arg("outputs"), NoGil(), "Announces a backward that is to be reduced.")
+      .def(
+          "prepare_for_backward",
+          [](Replica& self, const at::Tensor& output) { self.reducer().expect_backward({&output, 1}); },
+          py::arg("output"), NoGil())
+      .def(
+          "_set_static_graph", [](Replica& self) { self.reducer().set_static_graph(); }, NoGil())
+      .def(
+          "_check_reducer_finalized", [](Replica& self) { self.reducer().check_finished(); }, NoGil())
+      .def(
+          "_remove_autograd_hooks", [](Replica& self) { self.reducer().detach(); }, NoGil())
+      .def(
+          "_get_local_used_map", [](Replica& self) { return self.reducer().used_map(); }, NoGil())
+      .def(
+          "bucket_params", [](Replica& self) { return self.reducer().bucket_params(); }, NoGil(),
+          "Parameter indices of each bucket, in the order of sending.")
+      .def(
+          "bucket_payload_bytes", [](Replica& self) { return self.reducer().bucket_payload_bytes(); }, NoGil(),
+          "Bytes of gradients in each bucket, in the order of sending.")
+      .def(
+          "arrival_order", [](Replica& self) { return self.reducer().arrival_order(); }, NoGil(),
+          "Parameter indices in the order in which the last reduced backward completed them.")
+      .def(
+          "has_final_plan", [](Replica& self) { return self.reducer().has_final_plan(); }, NoGil())
+      .def(
+          "num_reductions", [](Replica& self) { return self.reducer().num_reductions(); }, NoGil(),
+          "Backward passes reduced so far.")
+      .def(
+          "last_step_times", [](Replica& self) { return self.reducer().last_step_times(); }, NoGil());
+}
+
+}  // namespace lockstep::python

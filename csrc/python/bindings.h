@@ -1,0 +1,11 @@
+// The parts of the Python module, one function a file.
+#pragma once
+
+#include <torch/extension.h>
+
+namespace lockstep::python {
+
+void bind_reducer(py::module_& m);
+void bind_logger(py::module_& m);
+
+}  // namespace lockstep::python

@@ -1,0 +1,95 @@
+#include "python/python_hook.h"
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include "core/error.h"
+
+namespace lockstep::python {
+namespace {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+class PendingFuture final : public PendingMean {
+ public:
+  PendingFuture(FuturePtr future, at::Tensor memory, std::string where)
+      : future_(std::move(future)), memory_(std::move(memory)), where_(std::move(where)) {}
+
+  at::Tensor wait() override {
+    future_->waitAndThrow();  // for a device: the current stream waits
+    at::Tensor mean = tensor_of(future_->value());
+    future_.reset();
+    if (memory_.layout() != at::kStrided) return mean;
+    if (mean.numel() != memory_.numel() || mean.device() != memory_.device()) {
+      fail("{} returned a tensor with {} elements on {}; the bucket has {} on {}. Return the mean of bucket.buffer().",
+           where_, mean.numel(), mean.device().str(), memory_.numel(), memory_.device().str());
+    }
+    // Hooks may answer in another dtype, as torch's compression wrappers do.
+    return mean.to(memory_.scalar_type()).contiguous().view(-1);
+  }
+
+ private:
+  at::Tensor tensor_of(const c10::IValue& value) const {
+    if (value.isTensor()) return value.toTensor();
+    if (value.isTensorList() && !value.toTensorVector().empty()) return value.toTensorVector().front();
+    if (value.isPyObject()) {
+      std::vector<at::Tensor> tensors = value.toPyObjectHolder()->extractTensors();
+      if (!tensors.empty()) return std::move(tensors.front());
+    }
+    fail("{} returned a future whose value is no tensor. Finish it with the mean of bucket.buffer().", where_);
+  }
+
+  FuturePtr future_;
+  at::Tensor memory_;
+  std::string where_;
+};
+
+/// The bucket as torch's hooks know it. Refers to the memory of `bucket.members()`.
+c10d::GradBucket as_torch_bucket(const GradBucket& bucket) {
+  const BucketMembers& members = bucket.members();
+  const std::vector<c10::IntArrayRef> sizes(members.sizes.begin(), members.sizes.end());
+  return c10d::GradBucket(index(bucket.id), bucket.count, bucket.memory, members.offsets, members.lengths, sizes,
+                          members.params, std::nullopt);
+}
+
+class PythonHook final : public CommHook {
+ public:
+  PythonHook(py::object state, py::object hook, std::string name)
+      : state_(std::move(state)), hook_(std::move(hook)), name_(std::move(name)) {}
+
+  ~PythonHook() override {
+    const py::gil_scoped_acquire gil;
+    state_ = py::object();
+    hook_ = py::object();
+  }
+
+  [[nodiscard]] std::string name() const override { return name_; }
+  [[nodiscard]] int64_t slot_alignment() const override { return 1; }
+
+  std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& /*comm*/) override {
+    std::string where = fmt::format("the comm hook '{}', called for bucket {} of {},", name_, index(bucket.id),
+                                    bucket.count);
+    const py::gil_scoped_acquire gil;
+    py::object result = hook_(state_, as_torch_bucket(bucket));
+    // torch.futures.Future, or the class that it extends.
+    if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
+      fail("{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
+           std::string(py::str(result)).substr(0, 100), std::string(py::str(py::type::of(result))));
+    }
+    auto future = result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
+    return std::make_unique<PendingFuture>(std::move(future), bucket.memory, std::move(where));
+  }
+
+ private:
+  py::object state_;
+  py::object hook_;
+  std::string name_;
+};
+
+}  // namespace
+
+std::unique_ptr<CommHook> make_python_hook(py::object state, py::object hook, std::string name) {
+  return std::make_unique<PythonHook>(std::move(state), std::move(hook), std::move(name));
+}
+
+}  // namespace lockstep::python

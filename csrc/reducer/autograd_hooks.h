@@ -1,0 +1,55 @@
+// Where the engine listens to autograd: at each parameter, and at the outputs of forward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "compat.h"
+#include "core/ids.h"
+
+namespace lockstep {
+
+/// Who listens. Calls come from autograd's threads, without the GIL.
+class GradListener {
+ public:
+  virtual ~GradListener() = default;
+  /// The gradient of parameter `id` has been written in full for this visit of the backward pass.
+  virtual void on_grad_ready(ParamId id) = 0;
+  /// A backward pass has reached an output of forward, before any parameter behind it.
+  virtual void on_output_reached() = 0;
+};
+
+/// Hooks on the AccumulateGrad node of each parameter, removed on destruction. Keeps the nodes alive, as autograd
+/// itself holds them weakly.
+class AutogradHooks {
+ public:
+  /// @param listener  must outlive this object.
+  AutogradHooks(std::span<const at::Tensor> params, GradListener& listener);
+  ~AutogradHooks();
+  AutogradHooks(const AutogradHooks&) = delete;
+  AutogradHooks& operator=(const AutogradHooks&) = delete;
+
+  /// Removes the hooks. Safe to call twice.
+  void remove();
+
+ private:
+  std::vector<compat::NodePtr> nodes_;
+  std::vector<uintptr_t> keys_;
+};
+
+/// Has `listener` told when a backward pass reaches one of `outputs`. The hook belongs to the graph and may outlive
+/// the listener, which it holds weakly. Outputs without a graph are passed over.
+void watch_outputs(std::span<const at::Tensor> outputs, const std::weak_ptr<GradListener>& listener);
+
+/// Runs `callback` at the end of the backward pass that this thread is in, on the thread that started it.
+void at_end_of_backward(std::function<void()> callback);
+
+/// A number that tells one running backward pass from another, -1 outside of any. A pass started inside another one
+/// (reentrant checkpointing) has a number of its own.
+[[nodiscard]] int current_backward();
+
+}  // namespace lockstep

@@ -1,0 +1,40 @@
+#include "reducer/late_gradients.h"
+
+#include <ATen/ATen.h>
+
+namespace lockstep {
+namespace {
+
+at::Tensor flat_reals(const at::Tensor& tensor) {
+  const at::Tensor contiguous = tensor.contiguous();
+  return (contiguous.is_complex() ? at::view_as_real(contiguous) : contiguous).view(-1);
+}
+
+}  // namespace
+
+void add_late_gradients(const GradBuffers& buffers, BucketId id, const ParamList& params, const UsageTracker& usage,
+                        double scale, Communicator& comm, const at::Tensor& mean) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> targets;
+  std::vector<at::Tensor> parts;
+  for (const ParamId param : buffers.plan().bucket(id).params) {
+    if (!usage.late_anywhere(param)) continue;
+    targets.push_back(buffers.slot_view(mean, param));
+    const at::Tensor& grad = params.tensors[index(param)].grad();
+    parts.push_back(flat_reals(usage.late_here(param) ? grad.mul(scale) : at::zeros_like(targets.back())));
+  }
+  if (targets.empty()) return;
+
+  const at::Tensor sum = at::cat(parts);
+  comm.sum(sum)->wait();
+
+  int64_t offset = 0;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    at::Tensor part = sum.narrow(0, offset, parts[i].numel());
+    offset += parts[i].numel();
+    if (targets[i].is_complex()) part = at::view_as_complex(part.view({-1, 2}));
+    targets[i].add_(part.view(targets[i].sizes()));
+  }
+}
+
+}  // namespace lockstep

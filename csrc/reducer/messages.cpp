@@ -1,0 +1,86 @@
+#include "reducer/messages.h"
+
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <string_view>
+
+namespace lockstep::messages {
+namespace {
+
+constexpr size_t kMostNames = 20;
+
+/// The first names, as many as a person reads.
+std::string names_of(const ParamList& params, const std::vector<ParamId>& ids) {
+  std::vector<std::string_view> names;
+  for (size_t i = 0; i < std::min(ids.size(), kMostNames); ++i) names.emplace_back(params.names[index(ids[i])]);
+  const std::string text = fmt::format("{}", fmt::join(names, ", "));
+  return ids.size() > kMostNames ? fmt::format("{} and {} more", text, ids.size() - kMostNames) : text;
+}
+
+std::string indices_of(const std::vector<ParamId>& ids) {
+  std::vector<size_t> indices;
+  for (size_t i = 0; i < std::min(ids.size(), kMostNames); ++i) indices.push_back(index(ids[i]));
+  return fmt::format("{}", fmt::join(indices, " "));
+}
+
+const char* advice(GraphKind graph) {
+  switch (graph) {
+    case GraphKind::kComplete:
+      return "This error indicates that your module has parameters that were not used in producing loss. You can "
+             "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` to "
+             "`torch.nn.parallel.DistributedDataParallel`, and by making sure all `forward` function outputs "
+             "participate in calculating loss; or set requires_grad=False on parameters that are never used; or pass "
+             "`static_graph=True` when the same ones are unused in every step.";
+    case GraphKind::kDynamic:
+      return "Since `find_unused_parameters=True` is enabled, this likely means that the loss was computed from "
+             "something else than the outputs of `forward`, or that they are hidden in a class whose tensors cannot be "
+             "found. Return the tensors in a tuple, list, dict or dataclass, and make sure that the `forward` function "
+             "outputs participate in calculating loss.";
+    case GraphKind::kStatic:
+      return "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used "
+             "in first iteration, but then got unused in the second iteration. this is not compatible with "
+             "static_graph set to True.";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string unfinished(int rank, const ParamList& params, const std::vector<ParamId>& missing, GraphKind graph) {
+  return fmt::format(
+      "[rank {0}] Expected to have finished reduction in the prior iteration before starting a new one. {1}\n"
+      "Parameter indices which did not receive grad for rank {0}: {2}\n"
+      "Parameters which did not receive grad for rank {0}: {3}\n"
+      "{4} of {5} parameters are missing; their buckets and those behind them were not reduced, so gradients differ "
+      "between ranks. For torch's own logs as well, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+      "INFO or DETAIL.",
+      rank, advice(graph), indices_of(missing), names_of(params, missing), missing.size(), params.size());
+}
+
+std::string ready_twice(int rank, const ParamList& params, ParamId id, GraphKind graph) {
+  if (graph == GraphKind::kStatic) {
+    return fmt::format(
+        "[rank {}] Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        "iteration, but then got used in the second iteration. this is not compatible with static_graph set to True. "
+        "Parameter {} got more gradients than in the first iteration. Use `find_unused_parameters=True` for graphs "
+        "that change.",
+        rank, params.label(id));
+  }
+  return fmt::format(
+      "[rank {}] Expected to mark a variable ready only once. Parameter {} got a second gradient in one backward pass, "
+      "after its bucket may have been reduced. This happens when 1) it is used outside of the `forward` function or "
+      "shared by several forward-backward passes that run at the same time; 2) it lies in a module that is "
+      "checkpointed more than once with `use_reentrant=True`; 3) two losses that share it are sent backward one after "
+      "the other. Use `use_reentrant=False`, add the losses up and call backward once, or pass `static_graph=True` "
+      "when the graph is the same in every step.",
+      rank, params.label(id));
+}
+
+std::string bucket(const BucketPlan& plan, BucketId id, const ParamList& params) {
+  const Bucket& members = plan.bucket(id);
+  return fmt::format("bucket {} of {} ({} ... {})", index(id), plan.num_buckets(), params.label(members.params.front()),
+                     params.label(members.params.back()));
+}
+
+}  // namespace lockstep::messages

@@ -1,0 +1,24 @@
+// The sentences of the reducer's errors, kept together so that they stay alike. Key phrases are torch's, because
+// scripts match on them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "buckets/grad_buffers.h"
+#include "core/ids.h"
+#include "reducer/options.h"
+
+namespace lockstep::messages {
+
+/// A new forward began while gradients of the last one are missing.
+[[nodiscard]] std::string unfinished(int rank, const ParamList& params, const std::vector<ParamId>& missing,
+                                     GraphKind graph);
+
+/// A parameter reported its gradient more often than announced.
+[[nodiscard]] std::string ready_twice(int rank, const ParamList& params, ParamId id, GraphKind graph);
+
+/// "bucket 2 of 5 ('a.weight' (#3) ... 'b.bias' (#7))".
+[[nodiscard]] std::string bucket(const BucketPlan& plan, BucketId id, const ParamList& params);
+
+}  // namespace lockstep::messages

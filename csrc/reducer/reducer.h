@@ -1,0 +1,151 @@
+// The path of a gradient through one step: counts arrivals, sends buckets while backward runs, publishes the means.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "buckets/grad_buffers.h"
+#include "comm/communicator.h"
+#include "core/backward_tracker.h"
+#include "hooks/comm_hook.h"
+#include "reducer/autograd_hooks.h"
+#include "reducer/options.h"
+#include "reducer/step_times.h"
+#include "reducer/usage.h"
+
+namespace lockstep {
+
+/// Keeps the gradients of one replica equal to the mean over ranks.
+///
+/// Thread-safe behind one mutex. Callers must not hold the GIL: a hook written in Python takes it while the mutex is
+/// held. A step is `begin_step`, forward, `expect_backward`, backward; leaving out `expect_backward` accumulates
+/// gradients on this rank only (`no_sync`). The end of backward waits for the reductions.
+class Reducer final : public GradListener, public std::enable_shared_from_this<Reducer> {
+ public:
+  /// Not collective. The parameters' hooks are installed here and removed on destruction.
+  /// @throws lockstep::Error or std::invalid_argument  no parameters, or options that make no sense.
+  static std::shared_ptr<Reducer> create(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
+                                         std::unique_ptr<CommHook> hook);
+  ~Reducer() override;
+
+  /// Called before every forward that builds a graph. Adopts a plan made from the order of the last backward (once;
+  /// collective then), and clears what a backward that threw has left behind. Returns true when a plan was adopted.
+  /// @throws lockstep::Error  the last backward ended with gradients missing; names them.
+  bool begin_step();
+
+  /// Announces a backward that is to be reduced. `outputs` are the tensors that forward returned: the pass opens when
+  /// backward reaches one of them, or else at the first gradient.
+  void expect_backward(std::span<const at::Tensor> outputs);
+
+  /// Replaces the comm hook. Every rank must do the same. Gradients accumulated so far are kept.
+  /// @throws lockstep::Error  a backward is running.
+  void set_hook(std::unique_ptr<CommHook> hook);
+
+  /// From now on the graph is the same in every step. Before the first synchronised backward only.
+  /// @throws lockstep::Error  a synchronised backward has taken place.
+  void set_static_graph();
+
+  /// @throws lockstep::Error  as `begin_step`.
+  void check_finished();
+
+  /// Removes the hooks from the parameters: gradients stay local from now on. Safe to call twice.
+  void detach();
+
+  // What is going on, for logs and tests.
+  [[nodiscard]] std::vector<std::vector<size_t>> bucket_params();
+  [[nodiscard]] std::vector<int64_t> bucket_payload_bytes();
+  [[nodiscard]] std::vector<size_t> arrival_order();
+  [[nodiscard]] bool has_final_plan();
+  [[nodiscard]] at::Tensor used_map();
+  [[nodiscard]] int64_t num_reductions();
+  /// Bytes of parameters that no rank used in the last pass, as far as the kind of graph lets us know.
+  [[nodiscard]] int64_t unused_bytes();
+  [[nodiscard]] StepTimes last_step_times();
+  [[nodiscard]] const ParamList& params() const { return params_; }
+  [[nodiscard]] Communicator& communicator() const { return *comm_; }
+
+  void on_grad_ready(ParamId id) override;
+  void on_output_reached() override;
+
+ private:
+  /// Where the step is. One at a time.
+  enum class Phase {
+    kIdle,        ///< Gradients stay on this rank.
+    kArmed,       ///< Forward announced a backward; none has reached us.
+    kCollecting,  ///< A backward is running and its end has been hooked.
+    kPartial,     ///< A backward has ended with gradients missing; another one may bring them.
+  };
+  /// What opened the pass. Only an output of forward proves that the end of this backward is the end of the pass: the
+  /// first gradient may belong to an inner pass of reentrant checkpointing.
+  enum class Opening { kOutput, kGradient };
+  /// How final the plan is.
+  enum class PlanState { kProvisional, kOrderKnown, kFinal };
+
+  struct InFlight {
+    BucketId bucket;
+    std::unique_ptr<PendingMean> mean;
+  };
+
+  Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
+          std::unique_ptr<CommHook> hook);
+
+  // All of these expect the mutex to be held.
+  void open(Opening opening);
+  void hook_end_of_backward();
+  void collect(ParamId id);
+  void reject(ParamId id);
+  void send(BucketRange range);
+  void send_bucket(BucketId id);
+  template <typename Step>
+  auto naming(BucketId id, const Step& step);
+  void on_backward_ended(int backward);
+  void finish();
+  void publish(BucketId id, const at::Tensor& mean);
+  void learn_from_pass();
+  void recover();
+  void raise_if_unfinished();
+  void adopt_plan(BucketPlan plan);
+  bool adopt_waiting_plan();
+  void exchange_usage();
+  [[nodiscard]] bool exchanges_usage() const { return records_firings() || options_.graph == GraphKind::kDynamic; }
+  [[nodiscard]] bool records_firings() const { return options_.graph == GraphKind::kStatic && !firings_; }
+  [[nodiscard]] GradBuffers::Presence presence(ParamId id) const;
+  [[nodiscard]] double scale() const;
+
+  std::mutex mutex_;
+  const ParamList params_;
+  const std::vector<ParamSpec> specs_;
+  const std::shared_ptr<Communicator> comm_;
+  ReducerOptions options_;
+  std::unique_ptr<CommHook> hook_;
+  GradBuffers buffers_;
+  std::optional<BackwardTracker> tracker_;  // of buffers_' plan
+  UsageTracker usage_;
+
+  Phase phase_ = Phase::kIdle;
+  Phase before_ = Phase::kIdle;  // what `open` found, in case no gradient follows
+  Opening opening_ = Opening::kOutput;
+  int closing_backward_ = -1;  // the end of this one closes the pass
+  size_t arrivals_ = 0;        // gradients in this pass
+  BucketRange unawaited_;      // buckets that leave with the first of them
+  std::vector<InFlight> in_flight_;
+  std::vector<uint32_t> expected_;                // scratch: reports to wait for, by ParamId
+  std::vector<uint32_t> counted_;                 // reports in this pass, while a static graph is being recorded
+  std::optional<std::vector<uint32_t>> firings_;  // of a static graph, once recorded
+  PlanState plan_state_ = PlanState::kProvisional;
+  std::vector<ParamId> arrival_;  // order of completed gradients in this pass
+  std::vector<ParamId> last_arrival_;
+  int64_t num_reductions_ = 0;  // passes that were published
+  StepTimes times_;             // of the running pass
+  StepTimes last_times_;        // of the last published one
+
+  AutogradHooks hooks_;  // last: destroyed first, so that nobody calls into a half-dead object
+};
+
+}  // namespace lockstep

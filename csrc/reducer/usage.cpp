@@ -1,0 +1,66 @@
+#include "reducer/usage.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace lockstep {
+namespace {
+
+/// Late comers are counted in the upper half of each int32, users in the lower half.
+constexpr int32_t kLateUnit = 1 << 16;
+
+}  // namespace
+
+UsageTracker::UsageTracker(size_t num_params)
+    : used_(num_params),
+      late_(num_params),
+      presumed_unused_(num_params),
+      surprising_(num_params),
+      users_(num_params),
+      late_comers_(num_params) {}
+
+void UsageTracker::expect(const ParamList& params, std::vector<uint32_t>& firings) const {
+  for (size_t i = 0; i < used_.size(); ++i) {
+    // An existing gradient is sent as it is; what a late comer adds to it could not be told apart afterwards.
+    const bool absent = presumed_unused_[i] != 0 && !params.sparse[i] && !params.tensors[i].grad().defined();
+    firings[i] = absent ? 0 : 1;
+  }
+}
+
+void UsageTracker::start_exchange(Communicator& comm, at::Device device) {
+  at::Tensor counts = at::empty({static_cast<int64_t>(used_.size())}, at::dtype(at::kInt));
+  auto* count = counts.mutable_data_ptr<int32_t>();
+  for (size_t i = 0; i < used_.size(); ++i) count[i] = used_[i] + kLateUnit * late_[i];
+  counts_ = counts.to(device);
+  transfer_ = comm.sum(counts_);
+}
+
+void UsageTracker::finish_exchange() {
+  transfer_->wait();
+  transfer_.reset();
+  const at::Tensor counts = counts_.to(at::kCPU);
+  const auto* count = counts.const_data_ptr<int32_t>();
+  anyone_late_ = false;
+  for (size_t i = 0; i < used_.size(); ++i) {
+    users_[i] = count[i] % kLateUnit;
+    late_comers_[i] = count[i] / kLateUnit;
+    anyone_late_ = anyone_late_ || late_comers_[i] != 0;
+  }
+}
+
+at::Tensor UsageTracker::map(at::Device device) const {
+  return at::tensor(users_, at::dtype(at::kInt)).to(device);
+}
+
+void UsageTracker::end_step() {
+  for (size_t i = 0; i < used_.size(); ++i) {
+    surprising_[i] |= late_[i];
+    presumed_unused_[i] = (used_[i] == 0 && surprising_[i] == 0) ? 1 : 0;
+  }
+  std::fill(used_.begin(), used_.end(), uint8_t{0});
+  std::fill(late_.begin(), late_.end(), uint8_t{0});
+  counts_.reset();
+}
+
+}  // namespace lockstep

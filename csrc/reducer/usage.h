@@ -1,0 +1,62 @@
+// Which parameters were used: here, anywhere, and probably in the next step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <span>
+#include <vector>
+
+#include "buckets/grad_buffers.h"
+#include "comm/communicator.h"
+#include "core/ids.h"
+
+namespace lockstep {
+
+/// Finds unused parameters without searching the graph: by what fired, and by what fired in the last step.
+///
+/// A parameter without a gradient in the last synchronised step is presumed unused, so that its bucket need not wait
+/// for the end of backward. When it fires after all, and after its bucket has left, it is *late*: one more small
+/// reduction mends its mean, and it is not presumed unused again. Counts of users and of late comers are summed over
+/// ranks in one int32 per parameter.
+class UsageTracker {
+ public:
+  explicit UsageTracker(size_t num_params);
+
+  /// A gradient arrived. Counts until `end_step`, so over all micro-batches that are reduced together.
+  void mark_used(ParamId id) { used_[index(id)] = 1; }
+  void mark_late(ParamId id) { late_[index(id)] = 1; }
+
+  [[nodiscard]] bool used_here(ParamId id) const { return used_[index(id)] != 0; }
+  [[nodiscard]] bool late_here(ParamId id) const { return late_[index(id)] != 0; }
+
+  /// How many reports to wait for: 0 for a parameter presumed unused, else 1.
+  void expect(const ParamList& params, std::vector<uint32_t>& firings) const;
+
+  /// Starts the exchange with the other ranks. Collective, after the last bucket has left.
+  void start_exchange(Communicator& comm, at::Device device);
+  [[nodiscard]] bool exchange_started() const { return counts_.defined(); }
+  /// Waits for it. Afterwards the next two answer for all ranks.
+  void finish_exchange();
+  [[nodiscard]] bool used_anywhere(ParamId id) const { return users_[index(id)] != 0; }
+  [[nodiscard]] bool late_anywhere(ParamId id) const { return late_comers_[index(id)] != 0; }
+  [[nodiscard]] bool anyone_late() const { return anyone_late_; }
+
+  /// Number of ranks that used each parameter (int32), as last exchanged; before that, zeros.
+  [[nodiscard]] at::Tensor map(at::Device device) const;
+
+  /// Learns from this step and forgets it.
+  void end_step();
+
+ private:
+  std::vector<uint8_t> used_;
+  std::vector<uint8_t> late_;
+  std::vector<uint8_t> presumed_unused_;
+  std::vector<uint8_t> surprising_;  // was late once: never presumed unused again
+  std::vector<int32_t> users_;       // ranks, by ParamId, as last exchanged
+  std::vector<int32_t> late_comers_;
+  bool anyone_late_ = false;
+  at::Tensor counts_;
+  TransferPtr transfer_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,210 @@
+"""The stand-in for ``torch.nn.parallel.DistributedDataParallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from lockstep import _C, _compat
+from lockstep._outputs import tensors_in
+
+
+class DistributedDataParallel(TorchDDP):
+    """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
+
+    Takes the arguments of torch's class, of every supported version, and means the same by them. It is a subclass, so
+    whatever asks ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` is content; the engine underneath
+    is Lockstep's. Construction is collective: ranks must pass the same model and arguments.
+
+    Raises:
+        RuntimeError: on every rank, when ranks wrap different models (the message names the first difference), or when
+            no parameter requires a gradient.
+        ValueError: an argument makes no sense, such as a ``bucket_cap_mb`` that is not positive.
+
+    Example:
+        >>> model = lockstep.DistributedDataParallel(net)
+        >>> model(inputs).sum().backward()      # .grad: mean over ranks
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: list[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+    ) -> None:
+        _check_caps(bucket_cap_mb, bucket_cap_mb_list)
+        # Torch would check and copy the model with its own collectives; `_ddp_init_helper` does it with ours.
+        self._init_sync_due = init_sync
+        self._init_sync_buffers = broadcast_buffers is not False
+        self._engine_hook: str | None = None
+        super().__init__(
+            module,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            init_sync=False,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            **_compat.buffer_keywords(broadcast_buffers, forward_sync_buffers),
+        )
+        # The engine packs a whole bucket at a time in any case, and its buckets live as long as the model.
+        self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
+
+    # ---- construction: torch calls these, and gets our engine ----
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[torch.nn.Parameter],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        first_limits, limits = _compat.bucket_limits(self, static_graph)
+        dynamic = self.find_unused_parameters and not static_graph
+        self._engine_hook = None
+        self.reducer = _C.Reducer(
+            params=parameters,
+            names=[param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))],
+            expect_sparse_gradients=expect_sparse_gradient,
+            process_group=self.process_group,
+            graph=_C.GraphKind.DYNAMIC if dynamic else _C.GraphKind.COMPLETE,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            first_limits=first_limits,
+            limits=limits,
+        )
+        if self.__dict__.pop("_init_sync_due", False):
+            self.reducer.verify_same_model()
+            self.reducer.copy_from_rank_zero(self._initial_state(), self.broadcast_bucket_size)
+        self.logger = _C.Logger(
+            self.reducer,
+            self.process_group,
+            bucket_cap_bytes=self.bucket_bytes_cap,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            backend_name=dist.get_backend(self.process_group),
+        )
+        self.logger.set_construction_data_and_log(
+            self.module.__class__.__name__,
+            self.device_ids or [],
+            -1 if self.output_device is None else self.output_device,
+            bool(self.broadcast_buffers),
+            any(isinstance(submodule, torch.nn.SyncBatchNorm) for submodule in self.module.modules()),
+            static_graph,
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def _initial_state(self) -> list[torch.Tensor]:
+        """Parameters, frozen ones too, and buffers: what rank 0 hands to the others at construction."""
+        named = list(self.module.named_parameters())
+        if self._init_sync_buffers:
+            named += self.module.named_buffers()
+        return [tensor.detach() for name, tensor in named if name not in self.parameters_to_ignore]
+
+    # ---- one step ----
+
+    def _post_forward(self, output: Any) -> Any:
+        if self._use_python_reducer or self._delay_all_reduce_all_params:
+            return super()._post_forward(output)
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if reduces:
+            # Outputs go out as they are: the engine watches them instead of passing them through a node of its own.
+            self.reducer.prepare_for_backward(tensors_in(output))
+        self.require_forward_param_sync = reduces
+        self._clear_grad_buffer()
+        return output
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        # torch.compile asks torch's own class which model is running.
+        outer = TorchDDP._active_ddp_module
+        TorchDDP._active_ddp_module = self
+        try:
+            yield
+        finally:
+            TorchDDP._active_ddp_module = outer
+
+    # ---- hooks ----
+
+    def register_comm_hook(self, state: object, hook: Callable[[object, dist.GradBucket], torch.futures.Future]) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket. Hooks written for torch's class run unchanged.
+
+        The bucket's gradients are not divided by the number of ranks: that is the hook's duty. All ranks must register
+        the same hook.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+            ValueError: its annotations are not ``bucket: dist.GradBucket -> torch.futures.Future[torch.Tensor]``.
+            RuntimeError: a hook has been registered before, or a backward is running.
+        """
+        self._check_comm_hook(hook)
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        self._claim_hook(name)
+        self.reducer.set_python_hook(state, hook, name)
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self._claim_hook(str(comm_hook_type))
+        if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
+            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, str(comm_hook_type))
+        else:
+            self.reducer.set_comm_hook("allreduce")
+
+    def _claim_hook(self, name: str) -> None:
+        if self._engine_hook is not None:
+            self._log_and_throw(
+                RuntimeError,
+                f"register_comm_hook or register_builtin_comm_hook can only be called once; '{self._engine_hook}' is "
+                f"registered already and '{name}' would replace it. Combine both in one hook.",
+            )
+        self._engine_hook = name
+        self.logger._set_comm_hook_name(name)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
+        self.logger.set_sample_rate(sample_rate)
+
+
+def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[float] | None) -> None:
+    given = {"bucket_cap_mb": [bucket_cap_mb], "bucket_cap_mb_list": bucket_cap_mb_list or []}
+    for name, caps in given.items():
+        for cap in caps:
+            if cap is not None and cap <= 0:
+                raise ValueError(f"{name} is the size of a bucket in MiB and must be positive, but is {cap}.")
