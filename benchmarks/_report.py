@@ -31,7 +31,7 @@ def environment() -> dict[str, Cell]:
 
 
 def print_table(title: str, columns: Sequence[str], groups: Iterable[Iterable[Sequence[Cell]]]) -> None:
-    """Print `groups` of rows with a line between groups. Floats get two decimals, None a dash."""
+    """Print `groups` of rows with a line between groups. Floats get three decimals, None a dash."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column == "contender" else "right")
@@ -58,4 +58,4 @@ def write_json(path: Path | None, benchmark: str, content: dict[str, object]) ->
 def _text(cell: Cell) -> str:
     if cell is None:
         return "-"
-    return f"{cell:,.2f}" if isinstance(cell, float) else str(cell)
+    return f"{cell:,.3f}" if isinstance(cell, float) else str(cell)

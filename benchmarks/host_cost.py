@@ -32,6 +32,7 @@ except ImportError as error:
 BARE = "bare module"
 CLOCKS = {"cpu": time.process_time_ns, "wall": time.perf_counter_ns}
 ELEMENTS = 8  # of each parameter, fp32
+PATIENCE_NS = 10e9  # constructions are repeated within this time: torch's grow with the square of the parameters
 WARMUP_STEPS = 5  # torch builds its buckets anew before the second step and sets everything up by the third
 MIB = 2**20
 
@@ -70,6 +71,7 @@ class Result:
     params: int
     contender: str
     construction_ms: float | None  # median
+    warmup_ms: float  # the first steps together, where engines finish what construction left open
     kept_bytes: int  # tensor memory that construction and warm-up left behind, gradients dropped
     peak_bytes: int  # most tensor memory above the module during a step: kept bytes, gradients and temporaries
     collectives: int
@@ -98,8 +100,10 @@ class Runner:
                 start = clock()
                 self.model = contender.wrap(self.module, group)
                 nanoseconds.append(clock() - start)
+            if sum(nanoseconds) > PATIENCE_NS:
+                break
         with construction:
-            self.steps(WARMUP_STEPS)
+            warmup_us = WARMUP_STEPS * self.steps(WARMUP_STEPS)
         lockstep_testing.reset_counts(group)
         with lockstep_testing.AllocationMeter() as step, lockstep_testing.OperatorCounter() as operators:
             self.steps(1)
@@ -110,6 +114,7 @@ class Runner:
             params=params,
             contender=contender.name,
             construction_ms=None if is_bare else statistics.median(nanoseconds) / 1e6,
+            warmup_ms=warmup_us / 1e3,
             kept_bytes=construction.live_bytes,
             peak_bytes=construction.live_bytes + step.peak_bytes,
             collectives=sum(count.calls for count in counts),
@@ -172,12 +177,12 @@ def _ratio(mine: list[float], other: list[float]) -> float | None:
 
 def print_case(results: Sequence[Result]) -> None:
     """Everything known about one number of parameters and one world size."""
-    columns = ["contender", "step us", "added us", "added us/param", "/ default", "/ tuned", "construct ms"]
+    columns = ["contender", "step ms", "added ms", "us/param", "/ default", "/ tuned", "construct ms", "warm-up ms"]
     columns += ["kept MiB", "peak MiB", "collectives", "wire KiB", "operators"]
     rows = [
         (
-            *(r.contender, r.step_us, r.added_us, f"{r.added_us_per_param:.3f}"),
-            *(r.added_over.get(TORCH_DEFAULT), r.added_over.get(TORCH_TUNED), r.construction_ms),
+            *(r.contender, r.step_us / 1e3, r.added_us / 1e3, r.added_us_per_param),
+            *(r.added_over.get(TORCH_DEFAULT), r.added_over.get(TORCH_TUNED), r.construction_ms, r.warmup_ms),
             *(r.kept_bytes / MIB, r.peak_bytes / MIB, r.collectives, r.wire_bytes / 1024, r.operators),
         )
         for r in results
@@ -188,7 +193,7 @@ def print_case(results: Sequence[Result]) -> None:
 def print_summary(results: Sequence[Result]) -> None:
     """Added microseconds per parameter: a line for each contender and world size, a column for each size."""
     sizes = sorted({r.params for r in results})
-    figure = {(r.contender, r.world_size, r.params): f"{r.added_us_per_param:.3f}" for r in results}
+    figure = {(r.contender, r.world_size, r.params): r.added_us_per_param for r in results}
     names = [name for name in dict.fromkeys(r.contender for r in results) if name != BARE]
     worlds = sorted({r.world_size for r in results})
     groups = [[[name, world, *(figure[name, world, size] for size in sizes)] for world in worlds] for name in names]
