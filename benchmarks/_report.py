@@ -16,7 +16,7 @@ Cell = str | int | float | None
 
 console = Console()
 if not console.is_terminal:
-    console = Console(width=160)  # a log file has no width of its own; 80 columns would break every row
+    console = Console(width=180)  # a log file has no width of its own; 80 columns would break every row
 
 
 def environment() -> dict[str, Cell]:
@@ -32,13 +32,14 @@ def environment() -> dict[str, Cell]:
 
 def print_table(title: str, columns: Sequence[str], groups: Iterable[Iterable[Sequence[Cell]]]) -> None:
     """Print `groups` of rows with a line between groups. Floats get three decimals, None a dash."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in columns:
-        table.add_column(column, justify="left" if column == "contender" else "right")
+        table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=True)
     for group in groups:
         for row in group:
             table.add_row(*(_text(cell) for cell in row))
         table.add_section()
+    console.print(f"[bold]{title}[/bold]", highlight=False)
     console.print(table)
 
 

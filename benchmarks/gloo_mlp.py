@@ -7,6 +7,7 @@ the slowest rank counts. Started plainly it spawns its processes; under torchrun
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -31,7 +32,7 @@ class Runner:
 
     def __init__(self, contender: Contender, batch: int) -> None:
         torch.manual_seed(0)
-        layers = [layer for sizes in zip(WIDTHS, WIDTHS[1:], strict=False) for layer in (nn.Linear(*sizes), nn.ReLU())]
+        layers = [layer for sizes in itertools.pairwise(WIDTHS) for layer in (nn.Linear(*sizes), nn.ReLU())]
         self.name = contender.name
         self.model = contender.wrap(nn.Sequential(*layers[:-1]), dist.group.WORLD)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
@@ -80,7 +81,7 @@ def report(options: argparse.Namespace, names: list[str], seconds: torch.Tensor,
     ]
     skipped = {name: reason for name, reason in missing.items() if name.startswith("lockstep")}
     print_missing(skipped)
-    parameters = sum((fan_in + 1) * fan_out for fan_in, fan_out in zip(WIDTHS, WIDTHS[1:], strict=False))
+    parameters = sum((fan_in + 1) * fan_out for fan_in, fan_out in itertools.pairwise(WIDTHS))
     print_table(
         f"MLP of {parameters} parameters, {dist.get_world_size()} gloo processes, {options.rounds} rounds",
         ["contender", "step ms", "/ torch tuned"],

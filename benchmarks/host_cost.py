@@ -51,12 +51,17 @@ class _GradientForEach(torch.autograd.Function):
 
 
 class TinyParameters(nn.Module):
-    """`count` parameters whose forward and backward cost next to nothing."""
+    """`count` parameters whose forward and backward cost next to nothing.
+
+    It keeps the autograd nodes of its parameters, as every engine does. A plain module makes them anew in each forward,
+    and that time would otherwise count as saved by the engine.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.zeros(ELEMENTS) for _ in range(count))
         self.in_order = tuple(self.weights)  # walking a ParameterList costs more than the step
+        self.kept_nodes = [weight.view(-1).grad_fn.next_functions[0][0] for weight in self.in_order]
 
     def forward(self) -> torch.Tensor:
         """Return a scalar whose gradient with respect to every element is 1."""
@@ -104,11 +109,12 @@ class Runner:
                 break
         with construction:
             warmup_us = WARMUP_STEPS * self.steps(WARMUP_STEPS)
+        is_bare = self.model is self.module
+        self._check_gradients(1.0 if is_bare else 1 / group.size())
         lockstep_testing.reset_counts(group)
         with lockstep_testing.AllocationMeter() as step, lockstep_testing.OperatorCounter() as operators:
             self.steps(1)
         counts = lockstep_testing.counts(group).values()
-        is_bare = self.model is self.module
         self.result = Result(
             world_size=group.size(),
             params=params,
@@ -129,9 +135,19 @@ class Runner:
             start = self.clock()
             self.model().backward()
             nanoseconds += self.clock() - start
-            for parameter in self.module.in_order:
-                parameter.grad = None
+            self._drop_gradients()
         return nanoseconds / count / 1e3
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.module.in_order:
+            parameter.grad = None
+
+    def _check_gradients(self, expected: float) -> None:
+        """Raise unless the engine did its job: divided by the ranks, and summed with ranks that contribute nothing."""
+        self.model().backward()
+        gradients = torch.cat([parameter.grad for parameter in self.module.in_order])
+        torch.testing.assert_close(gradients, torch.full_like(gradients, expected))
+        self._drop_gradients()
 
 
 @contextlib.contextmanager

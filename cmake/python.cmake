@@ -19,6 +19,7 @@ endfunction()
 
 lockstep_add_python_module(_C
   csrc/python/module.cpp
+  csrc/python/bind_communicator.cpp
   csrc/python/bind_reducer.cpp
   csrc/python/python_hook.cpp
   csrc/python/torch_logger.cpp)

@@ -40,4 +40,4 @@ grep 'tests passed' "$LOGS/ctest.log"
 
 # pytest last and in the open: its closing line is the verdict. lockstep_testing is found by processes that tests start.
 export PYTHONPATH=$ROOT/build/release/testing${PYTHONPATH:+:$PYTHONPATH}
-python -m pytest --no-header tests/python "$@"
+python -m pytest --no-header "$@"

@@ -168,7 +168,7 @@ Segment GradBuffers::segment_of(ParamId id, Direction direction, const at::Tenso
 
 void GradBuffers::absorb(BucketId id, double scale, const PresenceOf& presence) {
   const Bucket& bucket = plan_->bucket(id);
-  if (bucket.sparse) return absorb_sparse(id, scale);
+  if (bucket.sparse) return absorb_sparse(id, scale, presence);
   const bool views = placement_ == GradPlacement::kBucketView;
   const at::Tensor& flat = memory_[index(id)];
   segments_.clear();
@@ -195,10 +195,10 @@ void GradBuffers::move_out(ParamId id) {
   if (grad.defined() && grad.is_same(views_[index(id)])) grad = grad.detach().clone();
 }
 
-void GradBuffers::absorb_sparse(BucketId id, double scale) {
+void GradBuffers::absorb_sparse(BucketId id, double scale, const PresenceOf& presence) {
   const ParamId param = plan_->bucket(id).params.front();
   const at::Tensor& grad = grad_of(params_->tensors[index(param)]);
-  if (!grad.defined()) {
+  if (!grad.defined() || (presence && presence(param) == Presence::kAbsent)) {
     memory_[index(id)] = empty_sparse_like(params_->tensors[index(param)]);
     return;
   }

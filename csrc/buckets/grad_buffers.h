@@ -81,7 +81,7 @@ class GradBuffers {
 
   void move_out(ParamId id);
   Segment segment_of(ParamId id, Direction direction, const at::Tensor& flat);
-  void absorb_sparse(BucketId id, double scale);
+  void absorb_sparse(BucketId id, double scale, const PresenceOf& presence);
   void check_grad(ParamId id, const at::Tensor& grad) const;
   bool in_slot_order(ParamId id, const at::Tensor& grad) const;
 

@@ -8,6 +8,9 @@
 #include "python/bindings.h"
 #include "python/python_hook.h"
 
+#include <functional>
+#include <optional>
+
 namespace lockstep::python {
 namespace {
 
@@ -23,6 +26,17 @@ std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vecto
       .limits = std::move(limits)};
   return std::make_shared<Replica>(ParamList{std::move(params), std::move(names), std::move(sparse)},
                                    std::make_shared<C10dCommunicator>(group), std::move(options));
+}
+
+/// Answers with the sum that `work` leaves in its one-element result.
+std::function<int()> live_ranks(c10::intrusive_ptr<c10d::Work> work) {
+  return [work = std::move(work), known = std::optional<int>()]() mutable {
+    if (!known) {
+      work->wait();
+      known = work->result().front().item<int>();
+    }
+    return *known;
+  };
 }
 
 }  // namespace
@@ -84,6 +98,42 @@ void bind_reducer(py::module_& m) {
           "_remove_autograd_hooks", [](Replica& self) { self.reducer().detach(); }, NoGil())
       .def(
           "_get_local_used_map", [](Replica& self) { return self.reducer().used_map(); }, NoGil())
+      .def(
+          "shadow_step", [](Replica& self) { self.reducer().shadow_step(); }, NoGil(),
+          "Takes part in the reductions of one step with zeros. Collective.")
+      .def(
+          "_set_forward_pass_work_handle",
+          [](Replica& self, c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size) {
+            self.reducer().set_live_ranks(divide_by_initial_world_size ? nullptr : live_ranks(std::move(work)));
+          },
+          py::arg("work"), py::arg("use_static_world_size"), NoGil(),
+          "`work` counts the ranks that still have data; gradients are divided by it, or by all ranks.")
+      .def(
+          "_autograd_hook", [](Replica& self, size_t i) { self.reducer().on_grad_ready(param_id(i)); },
+          py::arg("index"), NoGil(), "The gradient of this parameter is there, as if autograd had said so.")
+      .def(
+          "_set_optimizer_in_backward", [](Replica& self) { self.reducer().leave_gradients_to_hook(); }, NoGil())
+      .def(
+          "add_final_wait",
+          [](Replica& self, py::function wait) {
+            // Dropped on a thread that may not hold the GIL.
+            const std::shared_ptr<py::function> held(new py::function(std::move(wait)), [](py::function* function) {
+              const py::gil_scoped_acquire gil;
+              delete function;
+            });
+            const py::gil_scoped_release no_gil;
+            self.reducer().add_final_wait([held] {
+              const py::gil_scoped_acquire gil;
+              (*held)();
+            });
+          },
+          py::arg("wait"), "Calls `wait` at the end of the backward that is reduced next.")
+      .def(
+          "reset",
+          [](Replica& self, const Group& group) {
+            self.reducer().reset(std::make_shared<C10dCommunicator>(group));
+          },
+          py::arg("process_group"), NoGil(), "Moves to another group.")
       .def(
           "bucket_params", [](Replica& self) { return self.reducer().bucket_params(); }, NoGil(),
           "Parameter indices of each bucket, in the order of sending.")

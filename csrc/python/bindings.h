@@ -5,6 +5,7 @@
 
 namespace lockstep::python {
 
+void bind_communicator(py::module_& m);
 void bind_reducer(py::module_& m);
 void bind_logger(py::module_& m);
 

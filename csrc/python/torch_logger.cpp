@@ -47,7 +47,10 @@ TorchLogger::TorchLogger(std::shared_ptr<Replica> replica, const c10::intrusive_
   numbers_["find_unused_parameters"] = facts_.find_unused_parameters;
   numbers_["gradient_as_bucket_view"] = facts_.gradient_as_bucket_view;
   numbers_["iteration"] = 0;
+  replica_->reducer().set_error_observer([this](const std::string& text) { set_error_and_log(text); });
 }
+
+TorchLogger::~TorchLogger() noexcept(false) { replica_->reducer().set_error_observer(nullptr); }
 
 void TorchLogger::sample_last_step() {
   const int64_t forwards = replica_->forwards();

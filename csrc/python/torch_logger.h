@@ -26,6 +26,7 @@ class TorchLogger final : public c10d::Logger {
  public:
   TorchLogger(std::shared_ptr<Replica> replica, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
               ConstructionFacts facts);
+  ~TorchLogger() noexcept(false);
 
   /// Samples the last step, as torch does: in steps 1 to 10, then at multiples of the sample rate. Called before each
   /// synchronised forward.

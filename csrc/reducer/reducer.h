@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -53,6 +54,24 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
 
   /// @throws lockstep::Error  as `begin_step`.
   void check_finished();
+
+  /// Takes part in every reduction of one step with zeros, for a rank that has run out of data. Collective.
+  void shadow_step();
+
+  /// Asks `count` how many ranks to divide by, at the start of each pass; an empty function: all of them.
+  void set_live_ranks(std::function<int()> count);
+
+  /// Runs `wait` at the end of the backward that is reduced next, after its gradients were published.
+  void add_final_wait(std::function<void()> wait);
+
+  /// From now on the hook consumes the means (its optimizer has applied them): nothing is written to the gradients.
+  void leave_gradients_to_hook();
+
+  /// Moves to another set of ranks: forgets whatever was under way, and makes a new plan after the next backward.
+  void reset(std::shared_ptr<Communicator> comm);
+
+  /// Hears the text of every error that the reducer raises, before it is thrown.
+  void set_error_observer(std::function<void(const std::string&)> observer);
 
   /// Removes the hooks from the parameters: gradients stay local from now on. Safe to call twice.
   void detach();
@@ -110,18 +129,19 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void learn_from_pass();
   void recover();
   void raise_if_unfinished();
+  [[noreturn]] void raise(const std::string& text) const;
   void adopt_plan(BucketPlan plan);
   bool adopt_waiting_plan();
   void exchange_usage();
   [[nodiscard]] bool exchanges_usage() const { return records_firings() || options_.graph == GraphKind::kDynamic; }
   [[nodiscard]] bool records_firings() const { return options_.graph == GraphKind::kStatic && !firings_; }
   [[nodiscard]] GradBuffers::Presence presence(ParamId id) const;
-  [[nodiscard]] double scale() const;
+  [[nodiscard]] double scale() const { return 1.0 / divisor_; }
 
   std::mutex mutex_;
   const ParamList params_;
   const std::vector<ParamSpec> specs_;
-  const std::shared_ptr<Communicator> comm_;
+  std::shared_ptr<Communicator> comm_;
   ReducerOptions options_;
   std::unique_ptr<CommHook> hook_;
   GradBuffers buffers_;
@@ -134,6 +154,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   int closing_backward_ = -1;  // the end of this one closes the pass
   size_t arrivals_ = 0;        // gradients in this pass
   BucketRange unawaited_;      // buckets that leave with the first of them
+  int divisor_ = 1;            // ranks that contribute to this pass
   std::vector<InFlight> in_flight_;
   std::vector<uint32_t> expected_;                // scratch: reports to wait for, by ParamId
   std::vector<uint32_t> counted_;                 // reports in this pass, while a static graph is being recorded
@@ -144,6 +165,10 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   int64_t num_reductions_ = 0;  // passes that were published
   StepTimes times_;             // of the running pass
   StepTimes last_times_;        // of the last published one
+  bool publishes_ = true;
+  std::function<int()> live_ranks_;
+  std::vector<std::function<void()>> final_waits_;
+  std::function<void(const std::string&)> error_observer_;
 
   AutogradHooks hooks_;  // last: destroyed first, so that nobody calls into a half-dead object
 };

@@ -13,6 +13,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from lockstep import _C, _compat
 from lockstep._outputs import tensors_in
+from lockstep._reducer import Reducer
 
 
 class DistributedDataParallel(TorchDDP):
@@ -57,6 +58,11 @@ class DistributedDataParallel(TorchDDP):
         lazy_bucket_allocation: bool = False,
     ) -> None:
         _check_caps(bucket_cap_mb, bucket_cap_mb_list)
+        if mixed_precision is not None:
+            raise NotImplementedError(
+                "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` argument. Use "
+                "torch.autocast around forward, or a half-precision comm hook for half the bytes on the wire."
+            )
         # Torch would check and copy the model with its own collectives; `_ddp_init_helper` does it with ours.
         self._init_sync_due = init_sync
         self._init_sync_buffers = broadcast_buffers is not False
@@ -97,7 +103,7 @@ class DistributedDataParallel(TorchDDP):
         first_limits, limits = _compat.bucket_limits(self, static_graph)
         dynamic = self.find_unused_parameters and not static_graph
         self._engine_hook = None
-        self.reducer = _C.Reducer(
+        self.reducer = Reducer(
             params=parameters,
             names=[param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))],
             expect_sparse_gradients=expect_sparse_gradient,
@@ -159,6 +165,14 @@ class DistributedDataParallel(TorchDDP):
             yield
         finally:
             TorchDDP._active_ddp_module = outer
+
+    # ---- ranks that run out of data (`join`) ----
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self.reducer.shadow_step()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Part of ``shadow_step``."""
 
     # ---- hooks ----
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group exists: see process_group
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -78,6 +79,11 @@ def process_group() -> Iterator[torch.device]:
     """Join the other processes, yield this one's device, and leave the group however the body ends.
 
     NCCL where each process of this machine has a GPU of its own, else gloo on CPU. Without torchrun, a world of one.
+
+    Leaving joins the group's threads, unless something still holds the group. One that does is easily overlooked:
+    ``torch.distributed.nn``, which ``DistributedDataParallel`` imports, keeps the group of that moment in default
+    arguments. A thread that outlives ``main`` can abort the process while Python shuts down ("terminate called without
+    an active exception"), so this file imports that module before any group exists.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,270 @@
+// What the reducer does between steps: construction, new plans and hooks, other sets of ranks, and answers about itself.
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "comm/agree.h"
+#include "core/bucket_planner.h"
+#include "core/error.h"
+#include "reducer/late_gradients.h"
+#include "reducer/messages.h"
+#include "reducer/reducer.h"
+
+namespace lockstep {
+namespace {
+
+ParamList checked(ParamList params) {
+  if (params.tensors.empty()) {
+    fail("DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.");
+  }
+  return params;
+}
+
+BucketPlan first_plan(std::span<const ParamSpec> specs, const ReducerOptions& options, const CommHook& hook) {
+  return BucketPlan(specs, group_by_registration(specs, options.first_limits), hook.slot_alignment());
+}
+
+/// The same groups in the same order, with other gaps between the slots.
+BucketPlan realigned(const BucketPlan& plan, std::span<const ParamSpec> specs, int64_t alignment) {
+  std::vector<BucketGroup> groups;
+  for (const Bucket& bucket : plan.buckets()) groups.push_back({bucket.params, bucket.limit_bytes});
+  return BucketPlan(specs, std::move(groups), alignment);
+}
+
+}  // namespace
+
+std::shared_ptr<Reducer> Reducer::create(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
+                                         std::unique_ptr<CommHook> hook) {
+  return std::shared_ptr<Reducer>(
+      new Reducer(checked(std::move(params)), std::move(comm), std::move(options), std::move(hook)));
+}
+
+Reducer::Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
+                 std::unique_ptr<CommHook> hook)
+    : params_(std::move(params)),
+      specs_(specs_of(params_)),
+      comm_(std::move(comm)),
+      options_(std::move(options)),
+      hook_(std::move(hook)),
+      buffers_(params_, options_.placement, first_plan(specs_, options_, *hook_)),
+      tracker_(buffers_.plan()),
+      usage_(params_.size()),
+      expected_(params_.size(), 1),
+      counted_(params_.size(), 0),
+      hooks_(params_.tensors, *this) {
+  arrival_.reserve(params_.size());
+}
+
+Reducer::~Reducer() = default;
+
+bool Reducer::begin_step() {
+  const std::lock_guard lock(mutex_);
+  raise_if_unfinished();
+  if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) recover();
+  times_.forward_start = StepTimes::now();
+  return adopt_waiting_plan();
+}
+
+void Reducer::expect_backward(std::span<const at::Tensor> outputs) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ == Phase::kIdle) phase_ = Phase::kArmed;
+  watch_outputs(outputs, weak_from_this());
+}
+
+void Reducer::set_hook(std::unique_ptr<CommHook> hook) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
+    raise(fmt::format(
+        "[rank {}] the comm hook cannot be replaced while a backward pass is being reduced. Do it between steps.",
+        comm_->rank()));
+  }
+  hook_ = std::move(hook);
+  adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
+}
+
+void Reducer::set_static_graph() {
+  const std::lock_guard lock(mutex_);
+  if (num_reductions_ != 0 || phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
+    raise(fmt::format(
+        "[rank {}] set_static_graph() should be called before training loop starts, but {} synchronised backward "
+        "passes have taken place. Pass static_graph=True to the constructor.",
+        comm_->rank(), num_reductions_));
+  }
+  options_.graph = GraphKind::kStatic;
+}
+
+void Reducer::check_finished() {
+  const std::lock_guard lock(mutex_);
+  raise_if_unfinished();
+}
+
+void Reducer::detach() {
+  const std::lock_guard lock(mutex_);
+  hooks_.remove();
+}
+
+void Reducer::raise_if_unfinished() {
+  if (phase_ != Phase::kPartial || tracker_->missing().empty()) return;
+  raise(messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph));
+}
+
+void Reducer::raise(const std::string& text) const {
+  if (error_observer_) error_observer_(text);
+  throw Error(text);
+}
+
+void Reducer::shadow_step() {
+  const std::lock_guard lock(mutex_);
+  const auto absent = [](ParamId) { return GradBuffers::Presence::kAbsent; };
+  std::vector<InFlight> transfers;
+  for (size_t b = 0; b < buffers_.plan().num_buckets(); ++b) {
+    const BucketId id = bucket_id(b);
+    const Bucket& bucket = buffers_.plan().bucket(id);
+    if (bucket.numel == 0 && !bucket.sparse) continue;
+    GradBucket zeros = buffers_.lend(id);
+    if (bucket.sparse) {
+      buffers_.absorb(id, 1.0, absent);
+      zeros.memory = buffers_.memory(id);
+    } else {
+      zeros.memory = at::zeros_like(zeros.memory);  // the bucket itself may hold gradients of ours
+    }
+    transfers.push_back({id, hook_->start(zeros, *comm_)});
+  }
+  if (exchanges_usage()) exchange_usage();
+  for (const InFlight& transfer : transfers) {
+    const at::Tensor mean = transfer.mean->wait();
+    if (options_.graph == GraphKind::kDynamic && usage_.anyone_late()) {
+      add_late_gradients(buffers_, transfer.bucket, params_, usage_, scale(), *comm_, mean);
+    }
+  }
+  // The other ranks have seen a whole backward, and will make a plan of it: so must we, without one of our own.
+  std::fill(counted_.begin(), counted_.end(), 1);
+  arrival_.clear();
+  learn_from_pass();
+}
+
+void Reducer::set_live_ranks(std::function<int()> count) {
+  const std::lock_guard lock(mutex_);
+  live_ranks_ = std::move(count);
+}
+
+void Reducer::add_final_wait(std::function<void()> wait) {
+  const std::lock_guard lock(mutex_);
+  final_waits_.push_back(std::move(wait));
+}
+
+void Reducer::leave_gradients_to_hook() {
+  const std::lock_guard lock(mutex_);
+  publishes_ = false;
+}
+
+void Reducer::reset(std::shared_ptr<Communicator> comm) {
+  const std::lock_guard lock(mutex_);
+  comm_ = std::move(comm);
+  in_flight_.clear();
+  final_waits_.clear();
+  usage_.end_step();
+  phase_ = Phase::kIdle;
+  plan_state_ = PlanState::kProvisional;
+}
+
+void Reducer::set_error_observer(std::function<void(const std::string&)> observer) {
+  const std::lock_guard lock(mutex_);
+  error_observer_ = std::move(observer);
+}
+
+void Reducer::adopt_plan(BucketPlan plan) {
+  buffers_.adopt(std::move(plan));
+  tracker_.emplace(buffers_.plan());
+  hook_->on_new_plan();
+}
+
+bool Reducer::adopt_waiting_plan() {
+  if (plan_state_ != PlanState::kOrderKnown) return false;
+  // The order of rank 0 counts: ranks may have seen different ones, and the plan must be the same everywhere.
+  std::vector<int32_t> order;
+  for (const ParamId id : last_arrival_) order.push_back(static_cast<int32_t>(index(id)));
+  adopt_from_rank_zero(*comm_, order, params_.tensors.front().device());
+  std::vector<ParamId> arrival;
+  for (const int32_t i : order) arrival.push_back(param_id(static_cast<size_t>(i)));
+  adopt_plan(BucketPlan(specs_, group_by_arrival(specs_, arrival, options_.limits), hook_->slot_alignment()));
+  plan_state_ = PlanState::kFinal;
+  return true;
+}
+
+void Reducer::learn_from_pass() {
+  const bool complete_order = !exchanges_usage();
+  if (complete_order) {
+    // Parameters that never report (unused in a static graph, or without elements) come last.
+    std::vector<bool> arrived(params_.size(), false);
+    for (const ParamId id : arrival_) arrived[index(id)] = true;
+    for (size_t i = 0; i < arrived.size(); ++i) {
+      if (!arrived[i]) arrival_.push_back(param_id(i));
+    }
+    if (plan_state_ == PlanState::kProvisional) plan_state_ = PlanState::kOrderKnown;
+  }
+  if (records_firings()) firings_ = counted_;
+  last_arrival_.assign(arrival_.begin(), arrival_.end());
+  usage_.end_step();
+}
+
+// ---- what is going on ----
+
+std::vector<std::vector<size_t>> Reducer::bucket_params() {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::vector<size_t>> result;
+  for (const Bucket& bucket : buffers_.plan().buckets()) {
+    auto& members = result.emplace_back();
+    for (const ParamId id : bucket.params) members.push_back(index(id));
+  }
+  return result;
+}
+
+std::vector<int64_t> Reducer::bucket_payload_bytes() {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> result;
+  for (const Bucket& bucket : buffers_.plan().buckets()) {
+    result.push_back(bucket.payload_numel * specs_[index(bucket.params.front())].element_size);
+  }
+  return result;
+}
+
+std::vector<size_t> Reducer::arrival_order() {
+  const std::lock_guard lock(mutex_);
+  std::vector<size_t> result;
+  for (const ParamId id : last_arrival_) result.push_back(index(id));
+  return result;
+}
+
+bool Reducer::has_final_plan() {
+  const std::lock_guard lock(mutex_);
+  return plan_state_ == PlanState::kFinal;
+}
+
+at::Tensor Reducer::used_map() {
+  const std::lock_guard lock(mutex_);
+  return usage_.map(params_.tensors.front().device());
+}
+
+int64_t Reducer::unused_bytes() {
+  const std::lock_guard lock(mutex_);
+  if (options_.graph == GraphKind::kComplete || num_reductions_ == 0) return 0;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!usage_.used_anywhere(param_id(i))) bytes += specs_[i].numel * specs_[i].element_size;
+  }
+  return bytes;
+}
+
+StepTimes Reducer::last_step_times() {
+  const std::lock_guard lock(mutex_);
+  return last_times_;
+}
+
+int64_t Reducer::num_reductions() {
+  const std::lock_guard lock(mutex_);
+  return num_reductions_;
+}
+
+}  // namespace lockstep
