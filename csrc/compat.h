@@ -3,8 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 namespace lockstep::compat {
@@ -21,8 +21,7 @@ inline c10::intrusive_ptr<c10d::Work> all_to_all(c10d::ProcessGroup& group, at::
   return group.alltoall_base(output, input, equal_splits, equal_splits);
 }
 
-inline c10::intrusive_ptr<c10d::Work> reduce_scatter(c10d::ProcessGroup& group, at::Tensor& output,
-                                                     at::Tensor& input) {
+inline c10::intrusive_ptr<c10d::Work> reduce_scatter(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& input) {
   return group._reduce_scatter_base(output, input);
 }
 

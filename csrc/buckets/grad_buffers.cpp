@@ -69,8 +69,8 @@ std::vector<ParamSpec> specs_of(const ParamList& params) {
   return specs;
 }
 
-GradBuffers::GradBuffers(const ParamList& params, GradPlacement placement, BucketPlan plan)
-    : params_(&params), placement_(placement) {
+GradBuffers::GradBuffers(const ParamList& params, GradPlacement placement, BucketLifetime lifetime, BucketPlan plan)
+    : params_(&params), placement_(placement), lifetime_(lifetime) {
   strides_.reserve(params.size());
   for (const at::Tensor& param : params.tensors) strides_.push_back(slot_strides(param));
   adopt(std::move(plan));
@@ -79,15 +79,8 @@ GradBuffers::GradBuffers(const ParamList& params, GradPlacement placement, Bucke
 void GradBuffers::adopt(BucketPlan plan) {
   const std::vector<at::Tensor> old_views = std::move(views_);
   plan_ = std::make_unique<const BucketPlan>(std::move(plan));
-  memory_.clear();
-  memory_.reserve(plan_->num_buckets());
-  for (const Bucket& bucket : plan_->buckets()) {
-    const at::Tensor& first = params_->tensors[index(bucket.params.front())];
-    // Zeros, because gaps between slots travel with the bucket.
-    memory_.push_back(bucket.sparse ? at::Tensor()
-                                    : at::zeros({bucket.numel}, first.options().dtype(real_type(first)).requires_grad(
-                                                                    std::nullopt)));
-  }
+  memory_.assign(plan_->num_buckets(), at::Tensor());
+  for (size_t b = 0; b < memory_.size() && keeps_memory(); ++b) memory_[b] = allocate(bucket_id(b));
   members_.clear();
   members_.resize(plan_->num_buckets());
   views_.clear();
@@ -106,6 +99,19 @@ void GradBuffers::adopt(BucketPlan plan) {
       }
     }
   }
+}
+
+at::Tensor GradBuffers::allocate(BucketId id) const {
+  const Bucket& bucket = plan_->bucket(id);
+  if (bucket.sparse) return {};  // the gradient itself is sent
+  const at::Tensor& first = params_->tensors[index(bucket.params.front())];
+  // Zeros, because gaps between slots travel with the bucket.
+  return at::zeros({bucket.numel}, first.options().dtype(real_type(first)).requires_grad(std::nullopt));
+}
+
+at::Tensor GradBuffers::stand_in(BucketId id, double value) const {
+  const Bucket& bucket = plan_->bucket(id);
+  return bucket.sparse ? empty_sparse_like(params_->tensors[index(bucket.params.front())]) : allocate(id).fill_(value);
 }
 
 at::Tensor GradBuffers::slot_view(const at::Tensor& flat, ParamId id) const {
@@ -170,6 +176,7 @@ void GradBuffers::absorb(BucketId id, double scale, const PresenceOf& presence) 
   const Bucket& bucket = plan_->bucket(id);
   if (bucket.sparse) return absorb_sparse(id, scale, presence);
   const bool views = placement_ == GradPlacement::kBucketView;
+  if (!memory_[index(id)].defined()) memory_[index(id)] = allocate(id);
   const at::Tensor& flat = memory_[index(id)];
   segments_.clear();
   for (const ParamId param : bucket.params) {
@@ -236,6 +243,7 @@ void GradBuffers::publish(BucketId id, const at::Tensor& mean, const Predicate& 
     grad_of(params_->tensors[index(param)]).unsafeGetTensorImpl()->bump_version();
   }
   unpack(mean, segments_);
+  if (!keeps_memory()) memory_[index(id)].reset();
 }
 
 GradBucket GradBuffers::lend(BucketId id) const {

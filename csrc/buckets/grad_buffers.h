@@ -35,6 +35,12 @@ enum class GradPlacement {
   kBucketView,  ///< Each gradient is a tensor on its bucket's memory.
 };
 
+/// How long a bucket has memory. Buckets that gradients live in always keep it.
+enum class BucketLifetime {
+  kTraining,  ///< From the start.
+  kStep,      ///< From the moment it is filled until its mean has been published.
+};
+
 /// Flat memory for every bucket of a plan. Not thread-safe: the reducer serialises all calls.
 ///
 /// A slot holds its gradient in the memory order of the parameter when that is dense, else row by row (torch's layout
@@ -42,7 +48,7 @@ enum class GradPlacement {
 class GradBuffers {
  public:
   /// @param params  must outlive this object.
-  GradBuffers(const ParamList& params, GradPlacement placement, BucketPlan plan);
+  GradBuffers(const ParamList& params, GradPlacement placement, BucketLifetime lifetime, BucketPlan plan);
 
   [[nodiscard]] const BucketPlan& plan() const { return *plan_; }
 
@@ -73,11 +79,19 @@ class GradBuffers {
   /// What a comm hook gets to see.
   [[nodiscard]] GradBucket lend(BucketId id) const;
   [[nodiscard]] const BucketMembers& members(BucketId id) const;
+  /// Undefined while the bucket has no memory.
   [[nodiscard]] const at::Tensor& memory(BucketId id) const { return memory_[index(id)]; }
   [[nodiscard]] at::Tensor& memory(BucketId id) { return memory_[index(id)]; }
+  /// A tensor like the bucket's memory, filled with `value`, for a rank that has nothing to send.
+  [[nodiscard]] at::Tensor stand_in(BucketId id, double value) const;
 
  private:
   enum class Direction { kAbsorb, kPublish };
+
+  [[nodiscard]] at::Tensor allocate(BucketId id) const;
+  [[nodiscard]] bool keeps_memory() const {
+    return lifetime_ == BucketLifetime::kTraining || placement_ == GradPlacement::kBucketView;
+  }
 
   void move_out(ParamId id);
   Segment segment_of(ParamId id, Direction direction, const at::Tensor& flat);
@@ -87,6 +101,7 @@ class GradBuffers {
 
   const ParamList* params_;
   GradPlacement placement_;
+  BucketLifetime lifetime_;
   std::vector<std::vector<int64_t>> strides_;  // of a slot, in elements of the parameter's dtype; by ParamId
   std::unique_ptr<const BucketPlan> plan_;     // its address stays the same as long as the plan does
   std::vector<at::Tensor> memory_;             // by BucketId

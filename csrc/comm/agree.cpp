@@ -64,7 +64,8 @@ std::string padded(std::string text, int64_t size) {
   if (zero_lines.size() != other_lines.size()) {
     const auto& longer = zero_lines.size() > other_lines.size() ? zero_lines : other_lines;
     fail(
-        "[rank {}] DDP expects same model across all ranks, but Rank 0 has {} params, while rank {} has inconsistent {} "
+        "[rank {}] DDP expects same model across all ranks, but Rank 0 has {} params, while rank {} has inconsistent "
+        "{} "
         "params. The first one that only rank {} has: {}. Gradients of different parameters would be averaged. Build "
         "the same model, with the same parameters frozen, on every rank.",
         here, zero_lines.size(), other, other_lines.size(), &longer == &zero_lines ? 0 : other,
@@ -84,8 +85,8 @@ void verify_same_model(Communicator& comm, const std::vector<at::Tensor>& params
                        const std::vector<std::string>& names) {
   const at::Device device = params.empty() ? at::Device(at::kCPU) : params.front().device();
   std::string mine = describe_all(params, names);
-  const at::Tensor header = at::tensor(
-      {static_cast<int64_t>(mine.size()), static_cast<int64_t>(fingerprint(mine))}, at::dtype(at::kLong));
+  const at::Tensor header =
+      at::tensor({static_cast<int64_t>(mine.size()), static_cast<int64_t>(fingerprint(mine))}, at::dtype(at::kLong));
   const at::Tensor headers = gather_rows(comm, header, device);
 
   int other = 0;

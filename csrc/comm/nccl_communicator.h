@@ -1,9 +1,8 @@
 // A communicator of our own on NCCL, without a c10d group in between.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <memory>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "comm/communicator.h"
 

@@ -1,4 +1,6 @@
 // The engine with the method names of torch's dist.Reducer, so that whatever drives torch's class can drive ours.
+#include <functional>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "api/replica.h"
@@ -8,9 +10,6 @@
 #include "python/bindings.h"
 #include "python/python_hook.h"
 
-#include <functional>
-#include <optional>
-
 namespace lockstep::python {
 namespace {
 
@@ -18,12 +17,14 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vector<std::string> names,
                                       std::vector<bool> sparse, const Group& group, GraphKind graph,
-                                      bool gradient_as_bucket_view, BucketLimits first_limits, BucketLimits limits) {
-  ReducerOptions options{
-      .graph = graph,
-      .placement = gradient_as_bucket_view ? GradPlacement::kBucketView : GradPlacement::kOwnMemory,
-      .first_limits = std::move(first_limits),
-      .limits = std::move(limits)};
+                                      bool gradient_as_bucket_view, BucketLimits first_limits, BucketLimits limits,
+                                      bool lazy_buckets, bool skip_unused_buckets) {
+  ReducerOptions options{.graph = graph,
+                         .placement = gradient_as_bucket_view ? GradPlacement::kBucketView : GradPlacement::kOwnMemory,
+                         .lifetime = lazy_buckets ? BucketLifetime::kStep : BucketLifetime::kTraining,
+                         .skip_unused_buckets = skip_unused_buckets,
+                         .first_limits = std::move(first_limits),
+                         .limits = std::move(limits)};
   return std::make_shared<Replica>(ParamList{std::move(params), std::move(names), std::move(sparse)},
                                    std::make_shared<C10dCommunicator>(group), std::move(options));
 }
@@ -61,7 +62,8 @@ void bind_reducer(py::module_& m) {
   py::class_<Replica, std::shared_ptr<Replica>>(m, "Reducer")
       .def(py::init(&make_replica), py::arg("params"), py::arg("names"), py::arg("expect_sparse_gradients"),
            py::arg("process_group"), py::arg("graph"), py::arg("gradient_as_bucket_view"), py::arg("first_limits"),
-           py::arg("limits"), NoGil(), "Limits are in bytes. Not collective.")
+           py::arg("limits"), py::arg("lazy_buckets"), py::arg("skip_unused_buckets"), NoGil(),
+           "Limits are in bytes. Not collective.")
       .def("verify_same_model", &Replica::verify_same_model, NoGil(),
            "Raises RuntimeError on every rank when the ranks wrap different models. Collective.")
       .def("copy_from_rank_zero", &Replica::copy_from_rank_zero, py::arg("tensors"), py::arg("chunk_bytes"), NoGil(),
@@ -88,10 +90,21 @@ void bind_reducer(py::module_& m) {
           py::arg("outputs"), NoGil(), "Announces a backward that is to be reduced.")
       .def(
           "prepare_for_backward",
-          [](Replica& self, const at::Tensor& output) { self.reducer().expect_backward({&output, 1}); },
+          [](Replica& self, const at::Tensor& output) {
+            self.reducer().expect_backward({&output, 1});
+          },
           py::arg("output"), NoGil())
       .def(
           "_set_static_graph", [](Replica& self) { self.reducer().set_static_graph(); }, NoGil())
+      .def(
+          "_set_manual_finalization_required",
+          [](Replica& self, bool required) { self.reducer().set_manual_finalization(required); }, py::arg("required"),
+          NoGil())
+      .def(
+          "_should_finalize_after_backward",
+          [](Replica& self) { return self.reducer().should_finalize_after_backward(); }, NoGil())
+      .def(
+          "_finalize_backward_manual", [](Replica& self) { self.reducer().finalize_by_hand(); }, NoGil())
       .def(
           "_check_reducer_finalized", [](Replica& self) { self.reducer().check_finished(); }, NoGil())
       .def(
@@ -130,9 +143,7 @@ void bind_reducer(py::module_& m) {
           py::arg("wait"), "Calls `wait` at the end of the backward that is reduced next.")
       .def(
           "reset",
-          [](Replica& self, const Group& group) {
-            self.reducer().reset(std::make_shared<C10dCommunicator>(group));
-          },
+          [](Replica& self, const Group& group) { self.reducer().reset(std::make_shared<C10dCommunicator>(group)); },
           py::arg("process_group"), NoGil(), "Moves to another group.")
       .def(
           "bucket_params", [](Replica& self) { return self.reducer().bucket_params(); }, NoGil(),

@@ -1,7 +1,8 @@
 #include "python/python_hook.h"
 
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "core/error.h"
 
@@ -67,8 +68,8 @@ class PythonHook final : public CommHook {
   [[nodiscard]] int64_t slot_alignment() const override { return 1; }
 
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& /*comm*/) override {
-    std::string where = fmt::format("the comm hook '{}', called for bucket {} of {},", name_, index(bucket.id),
-                                    bucket.count);
+    std::string where =
+        fmt::format("the comm hook '{}', called for bucket {} of {},", name_, index(bucket.id), bucket.count);
     const py::gil_scoped_acquire gil;
     py::object result = hook_(state_, as_torch_bucket(bucket));
     // torch.futures.Future, or the class that it extends.

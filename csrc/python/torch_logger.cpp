@@ -15,10 +15,10 @@ constexpr int64_t kAlwaysSampled = 10;
 
 std::shared_ptr<c10d::Reducer> scalar_reducer(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const at::Tensor scalar = at::zeros({1}).set_requires_grad(true);
-  return std::make_shared<c10d::Reducer>(
-      std::vector<at::Tensor>{scalar}, std::vector<std::vector<size_t>>{{0}}, group, std::vector<bool>{false},
-      c10d::kDefaultBucketBytesCap, false, false, std::unordered_map<size_t, std::string>{},
-      c10d::kDefaultFirstBucketBytes, false, false, std::vector<int64_t>{});
+  return std::make_shared<c10d::Reducer>(std::vector<at::Tensor>{scalar}, std::vector<std::vector<size_t>>{{0}}, group,
+                                         std::vector<bool>{false}, c10d::kDefaultBucketBytesCap, false, false,
+                                         std::unordered_map<size_t, std::string>{}, c10d::kDefaultFirstBucketBytes,
+                                         false, false, std::vector<int64_t>{});
 }
 
 template <typename Values>
@@ -40,7 +40,6 @@ TorchLogger::TorchLogger(std::shared_ptr<Replica> replica, const c10::intrusive_
   }
   strings_["dtypes"] = joined(dtypes);
   strings_["bucket_sizes"] = joined(replica_->reducer().bucket_payload_bytes());
-  strings_["backend_name"] = facts_.backend_name;
   numbers_["num_parameter_tensors"] = static_cast<int64_t>(params.size());
   numbers_["total_parameter_size_bytes"] = bytes;
   numbers_["bucket_cap_bytes"] = facts_.bucket_cap_bytes;
@@ -64,7 +63,7 @@ void TorchLogger::sample_last_step() {
 
 void TorchLogger::sample_buckets() {
   Reducer& reducer = replica_->reducer();
-  numbers_["num_buckets_reduced"] = static_cast<int64_t>(reducer.bucket_params().size());
+  numbers_["num_buckets_reduced"] = static_cast<int64_t>(reducer.num_sent_buckets());
   numbers_["unused_parameter_size"] = reducer.unused_bytes();
   strings_["prev_iteration_grad_ready_order_indices"] = joined(reducer.arrival_order());
   const bool rebuilt = reducer.has_final_plan();
@@ -107,15 +106,13 @@ at::DDPLoggingData TorchLogger::data() {
 void bind_logger(py::module_& m) {
   py::class_<TorchLogger, std::shared_ptr<TorchLogger>, c10d::Logger>(m, "Logger")
       .def(py::init([](std::shared_ptr<Replica> replica, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                       int64_t bucket_cap_bytes, bool find_unused_parameters, bool gradient_as_bucket_view,
-                       std::string backend_name) {
+                       int64_t bucket_cap_bytes, bool find_unused_parameters, bool gradient_as_bucket_view) {
              return std::make_shared<TorchLogger>(
                  std::move(replica), group,
-                 ConstructionFacts{bucket_cap_bytes, find_unused_parameters, gradient_as_bucket_view,
-                                   std::move(backend_name)});
+                 ConstructionFacts{bucket_cap_bytes, find_unused_parameters, gradient_as_bucket_view});
            }),
            py::arg("reducer"), py::arg("process_group"), py::arg("bucket_cap_bytes"), py::arg("find_unused_parameters"),
-           py::arg("gradient_as_bucket_view"), py::arg("backend_name"), py::call_guard<py::gil_scoped_release>())
+           py::arg("gradient_as_bucket_view"), py::call_guard<py::gil_scoped_release>())
       .def("set_runtime_stats_and_log", &TorchLogger::sample_last_step, py::call_guard<py::gil_scoped_release>(),
            "Samples the last step where torch would.")
       .def("set_sample_rate", &TorchLogger::set_sample_rate, py::arg("rate"), "In steps.")

@@ -1,11 +1,10 @@
 // A c10d::Logger that describes our reducer, for everything that reads torch's logging data.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/logger.hpp>
-
 #include <map>
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <vector>
 
 #include "api/replica.h"
@@ -17,7 +16,6 @@ struct ConstructionFacts {
   int64_t bucket_cap_bytes = 0;
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = false;
-  std::string backend_name;  ///< As the user named it, such as "gloo".
 };
 
 /// Torch's functions accept only a real `c10d::Logger`, which in turn wants a real `c10d::Reducer`: the base is given a

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/distributed/autograd/context/context.h>
 
 namespace lockstep {
 namespace {
@@ -65,6 +66,10 @@ void watch_outputs(std::span<const at::Tensor> outputs, const std::weak_ptr<Grad
 
 void at_end_of_backward(std::function<void()> callback) {
   ag::Engine::get_default_engine().queue_callback(std::move(callback));
+}
+
+bool in_distributed_autograd() {
+  return torch::distributed::autograd::ThreadLocalDistAutogradContext::getContextPtr() != nullptr;
 }
 
 int current_backward() { return ag::get_current_graph_task_id(); }

@@ -48,6 +48,9 @@ void watch_outputs(std::span<const at::Tensor> outputs, const std::weak_ptr<Grad
 /// Runs `callback` at the end of the backward pass that this thread is in, on the thread that started it.
 void at_end_of_backward(std::function<void()> callback);
 
+/// A distributed autograd pass (RPC) is running: it keeps gradients in a context of its own and not in `.grad`.
+[[nodiscard]] bool in_distributed_autograd();
+
 /// A number that tells one running backward pass from another, -1 outside of any. A pass started inside another one
 /// (reentrant checkpointing) has a number of its own.
 [[nodiscard]] int current_backward();

@@ -1,4 +1,5 @@
-// What the reducer does between steps: construction, new plans and hooks, other sets of ranks, and answers about itself.
+// What the reducer does between steps: construction, new plans and hooks, other sets of ranks, and answers about
+// itself.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -47,7 +48,7 @@ Reducer::Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOp
       comm_(std::move(comm)),
       options_(std::move(options)),
       hook_(std::move(hook)),
-      buffers_(params_, options_.placement, first_plan(specs_, options_, *hook_)),
+      buffers_(params_, options_.placement, options_.lifetime, first_plan(specs_, options_, *hook_)),
       tracker_(buffers_.plan()),
       usage_(params_.size()),
       expected_(params_.size(), 1),
@@ -105,8 +106,18 @@ void Reducer::detach() {
 }
 
 void Reducer::raise_if_unfinished() {
+  if (phase_ == Phase::kReduced) {
+    raise(
+        fmt::format("[rank {}] Expected to have finalized the prior backward pass before a new forward. Call "
+                    "finalize_backward() after each synchronised backward, or set "
+                    "require_manual_backward_finalization = False.",
+                    comm_->rank()));
+  }
   if (phase_ != Phase::kPartial || tracker_->missing().empty()) return;
-  raise(messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph));
+  std::string text = messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph);
+  if (finalization_ == Finalization::kManual)
+    text += " finalize_backward() cannot finalize a pass that lacks gradients.";
+  raise(text);
 }
 
 void Reducer::raise(const std::string& text) const {
@@ -116,19 +127,12 @@ void Reducer::raise(const std::string& text) const {
 
 void Reducer::shadow_step() {
   const std::lock_guard lock(mutex_);
-  const auto absent = [](ParamId) { return GradBuffers::Presence::kAbsent; };
   std::vector<InFlight> transfers;
   for (size_t b = 0; b < buffers_.plan().num_buckets(); ++b) {
     const BucketId id = bucket_id(b);
-    const Bucket& bucket = buffers_.plan().bucket(id);
-    if (bucket.numel == 0 && !bucket.sparse) continue;
+    if (is_empty(id)) continue;
     GradBucket zeros = buffers_.lend(id);
-    if (bucket.sparse) {
-      buffers_.absorb(id, 1.0, absent);
-      zeros.memory = buffers_.memory(id);
-    } else {
-      zeros.memory = at::zeros_like(zeros.memory);  // the bucket itself may hold gradients of ours
-    }
+    zeros.memory = buffers_.stand_in(id, 0.0);  // the bucket itself may hold gradients of ours
     transfers.push_back({id, hook_->start(zeros, *comm_)});
   }
   if (exchanges_usage()) exchange_usage();
@@ -142,6 +146,46 @@ void Reducer::shadow_step() {
   std::fill(counted_.begin(), counted_.end(), 1);
   arrival_.clear();
   learn_from_pass();
+}
+
+void Reducer::set_manual_finalization(bool required) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ != Phase::kIdle) {
+    raise(
+        fmt::format("[rank {}] require_manual_backward_finalization cannot be called after forward while a backward "
+                    "pass is expected. Set it between steps.",
+                    comm_->rank()));
+  }
+  finalization_ = required ? Finalization::kManual : Finalization::kAutomatic;
+}
+
+bool Reducer::should_finalize_after_backward() {
+  const std::lock_guard lock(mutex_);
+  return options_.graph != GraphKind::kDynamic && plan_state_ == PlanState::kProvisional;
+}
+
+void Reducer::finalize_by_hand() {
+  const std::lock_guard lock(mutex_);
+  if (finalization_ != Finalization::kManual) {
+    raise(
+        fmt::format("[rank {}] finalize_backward() was called, but manual backward finalization is not required. Set "
+                    "require_manual_backward_finalization = True before forward.",
+                    comm_->rank()));
+  }
+  if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
+    raise(
+        fmt::format("[rank {}] finalize_backward() was called before all DDP buckets were ready. next_bucket_={} "
+                    "buckets_.size()={}. Missing parameters: {} of {}. Call it after the backward that brings them.",
+                    comm_->rank(), tracker_->num_left(), buffers_.plan().num_buckets(), tracker_->missing().size(),
+                    params_.size()));
+  }
+  if (phase_ != Phase::kReduced) {
+    raise(
+        fmt::format("[rank {}] finalize_backward() was called, but no gradient reduction requires finalization. Call "
+                    "it once after each synchronised backward.",
+                    comm_->rank()));
+  }
+  finish();
 }
 
 void Reducer::set_live_ranks(std::function<int()> count) {
@@ -245,6 +289,11 @@ bool Reducer::has_final_plan() {
 at::Tensor Reducer::used_map() {
   const std::lock_guard lock(mutex_);
   return usage_.map(params_.tensors.front().device());
+}
+
+size_t Reducer::num_sent_buckets() {
+  const std::lock_guard lock(mutex_);
+  return num_sent_;
 }
 
 int64_t Reducer::unused_bytes() {

@@ -18,6 +18,9 @@ enum class GraphKind {
 struct ReducerOptions {
   GraphKind graph = GraphKind::kComplete;
   GradPlacement placement = GradPlacement::kOwnMemory;
+  BucketLifetime lifetime = BucketLifetime::kTraining;
+  /// With kDynamic: buckets without a single used parameter are not sent. All ranks must use the same subset.
+  bool skip_unused_buckets = false;
   /// In bytes, until the order of gradients is known: by default one bucket for each dtype and device, so that no
   /// bucket can overtake a collective of the model's own backward.
   BucketLimits first_limits{INT64_MAX};

@@ -36,9 +36,15 @@ void Reducer::on_grad_ready(ParamId id) {
   if (options_.graph != GraphKind::kComplete && params_.tensors[index(id)].grad().defined()) usage_.mark_used(id);
   if (phase_ == Phase::kIdle) return;
   collect(id);
-  }
+}
 
 void Reducer::open(Opening opening) {
+  if (in_distributed_autograd()) {
+    raise(fmt::format(
+        "[rank {}] DistributedDataParallel of lockstep does not reduce gradients of torch.distributed.autograd, which "
+        "keeps them outside of `.grad`. Use torch's own class for models that call backward over RPC.",
+        comm_->rank()));
+  }
   opening_ = opening;
   before_ = std::exchange(phase_, Phase::kCollecting);
   hook_end_of_backward();
@@ -113,13 +119,25 @@ void Reducer::send(BucketRange range) {
 }
 
 void Reducer::send_bucket(BucketId id) {
-  buffers_.absorb(id, hook_->input() == CommHook::Input::kSummand ? scale() : 1.0,
-                  options_.graph == GraphKind::kComplete ? GradBuffers::PresenceOf()
-                                                         : [this](ParamId param) { return presence(param); });
-  const Bucket& bucket = buffers_.plan().bucket(id);
-  if (bucket.numel == 0 && !bucket.sparse) return;
+  if (is_skipped(id)) return;
+  buffers_.absorb(
+      id, hook_->input() == CommHook::Input::kSummand ? scale() : 1.0,
+      options_.graph == GraphKind::kComplete ? GradBuffers::PresenceOf()
+                                             : [this](ParamId param) { return presence(param); });
+  if (is_empty(id)) return;
   if (in_flight_.empty()) times_.communication_start = StepTimes::now();
   naming(id, [&] { in_flight_.push_back({id, hook_->start(buffers_.lend(id), *comm_)}); });
+}
+
+bool Reducer::is_empty(BucketId id) const {
+  const Bucket& bucket = buffers_.plan().bucket(id);
+  return bucket.numel == 0 && !bucket.sparse;
+}
+
+bool Reducer::is_skipped(BucketId id) const {
+  if (!options_.skip_unused_buckets || options_.graph != GraphKind::kDynamic) return false;
+  const std::vector<ParamId>& members = buffers_.plan().bucket(id).params;
+  return std::none_of(members.begin(), members.end(), [this](ParamId param) { return usage_.used_here(param); });
 }
 
 GradBuffers::Presence Reducer::presence(ParamId id) const {
@@ -146,11 +164,16 @@ void Reducer::on_backward_ended(int backward) {
     phase_ = Phase::kPartial;
     return;
   }
+  send(tracker_->finish());
+  num_sent_ = in_flight_.size();
+  if (finalization_ == Finalization::kManual) {
+    phase_ = Phase::kReduced;
+    return;
+  }
   finish();
 }
 
 void Reducer::finish() {
-  send(tracker_->finish());
   if (exchanges_usage()) exchange_usage();
   std::reverse(in_flight_.begin(), in_flight_.end());  // taken from the back
   while (!in_flight_.empty()) {
@@ -186,10 +209,10 @@ void Reducer::recover() {
   const BucketRange rest = tracker_->finish();
   for (size_t b = rest.first; b < rest.last; ++b) {
     const BucketId id = bucket_id(b);
-    if (buffers_.plan().bucket(id).numel == 0) continue;
+    if (is_empty(id)) continue;
     try {
       GradBucket poisoned = buffers_.lend(id);
-      poisoned.memory = at::full_like(poisoned.memory, std::numeric_limits<double>::quiet_NaN());
+      poisoned.memory = buffers_.stand_in(id, std::numeric_limits<double>::quiet_NaN());
       in_flight_.push_back({id, hook_->start(poisoned, *comm_)});
     } catch (const std::exception&) {  // the cause of the failure strikes again; it has been reported
     }

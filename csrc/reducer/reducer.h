@@ -70,6 +70,15 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   /// Moves to another set of ranks: forgets whatever was under way, and makes a new plan after the next backward.
   void reset(std::shared_ptr<Communicator> comm);
 
+  /// With `required`, the end of backward publishes nothing: the user does, by `finalize_by_hand`, on the stream and
+  /// thread of his choice.
+  /// @throws lockstep::Error  a backward is expected or running.
+  void set_manual_finalization(bool required);
+  /// The bucket plan is still to be made from this backward, so that finalizing late costs overlap in later steps.
+  [[nodiscard]] bool should_finalize_after_backward();
+  /// @throws lockstep::Error  finalization is automatic, or nothing is there to be finalized, or not yet.
+  void finalize_by_hand();
+
   /// Hears the text of every error that the reducer raises, before it is thrown.
   void set_error_observer(std::function<void(const std::string&)> observer);
 
@@ -83,6 +92,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   [[nodiscard]] bool has_final_plan();
   [[nodiscard]] at::Tensor used_map();
   [[nodiscard]] int64_t num_reductions();
+  [[nodiscard]] size_t num_sent_buckets();
   /// Bytes of parameters that no rank used in the last pass, as far as the kind of graph lets us know.
   [[nodiscard]] int64_t unused_bytes();
   [[nodiscard]] StepTimes last_step_times();
@@ -99,7 +109,10 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
     kArmed,       ///< Forward announced a backward; none has reached us.
     kCollecting,  ///< A backward is running and its end has been hooked.
     kPartial,     ///< A backward has ended with gradients missing; another one may bring them.
+    kReduced,     ///< All buckets have left; the user is to publish their means.
   };
+  /// Who publishes the means.
+  enum class Finalization { kAutomatic, kManual };
   /// What opened the pass. Only an output of forward proves that the end of this backward is the end of the pass: the
   /// first gradient may belong to an inner pass of reentrant checkpointing.
   enum class Opening { kOutput, kGradient };
@@ -111,8 +124,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
     std::unique_ptr<PendingMean> mean;
   };
 
-  Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
-          std::unique_ptr<CommHook> hook);
+  Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options, std::unique_ptr<CommHook> hook);
 
   // All of these expect the mutex to be held.
   void open(Opening opening);
@@ -125,6 +137,8 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   auto naming(BucketId id, const Step& step);
   void on_backward_ended(int backward);
   void finish();
+  [[nodiscard]] bool is_empty(BucketId id) const;
+  [[nodiscard]] bool is_skipped(BucketId id) const;
   void publish(BucketId id, const at::Tensor& mean);
   void learn_from_pass();
   void recover();
@@ -151,6 +165,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   Phase phase_ = Phase::kIdle;
   Phase before_ = Phase::kIdle;  // what `open` found, in case no gradient follows
   Opening opening_ = Opening::kOutput;
+  Finalization finalization_ = Finalization::kAutomatic;
   int closing_backward_ = -1;  // the end of this one closes the pass
   size_t arrivals_ = 0;        // gradients in this pass
   BucketRange unawaited_;      // buckets that leave with the first of them
@@ -163,6 +178,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   std::vector<ParamId> arrival_;  // order of completed gradients in this pass
   std::vector<ParamId> last_arrival_;
   int64_t num_reductions_ = 0;  // passes that were published
+  size_t num_sent_ = 0;         // buckets that left in the last pass
   StepTimes times_;             // of the running pass
   StepTimes last_times_;        // of the last published one
   bool publishes_ = true;

@@ -49,9 +49,7 @@ void UsageTracker::finish_exchange() {
   }
 }
 
-at::Tensor UsageTracker::map(at::Device device) const {
-  return at::tensor(users_, at::dtype(at::kInt)).to(device);
-}
+at::Tensor UsageTracker::map(at::Device device) const { return at::tensor(users_, at::dtype(at::kInt)).to(device); }
 
 void UsageTracker::end_step() {
   for (size_t i = 0; i < used_.size(); ++i) {

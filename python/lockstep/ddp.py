@@ -15,6 +15,9 @@ from lockstep import _C, _compat
 from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
 
+#: ``hook(state, bucket)`` returns a future of the bucket's mean.
+Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
+
 
 class DistributedDataParallel(TorchDDP):
     """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
@@ -60,13 +63,15 @@ class DistributedDataParallel(TorchDDP):
         _check_caps(bucket_cap_mb, bucket_cap_mb_list)
         if mixed_precision is not None:
             raise NotImplementedError(
-                "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` argument. Use "
-                "torch.autocast around forward, or a half-precision comm hook for half the bytes on the wire."
+                "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` argument. "
+                "Use torch.autocast around forward, or a half-precision comm hook for half the bytes on the wire."
             )
         # Torch would check and copy the model with its own collectives; `_ddp_init_helper` does it with ours.
         self._init_sync_due = init_sync
         self._init_sync_buffers = broadcast_buffers is not False
-        self._engine_hook: str | None = None
+        # The engine packs a whole bucket at a time in any case.
+        self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         super().__init__(
             module,
             device_ids=device_ids,
@@ -87,10 +92,6 @@ class DistributedDataParallel(TorchDDP):
             bucket_cap_mb_list=bucket_cap_mb_list,
             **_compat.buffer_keywords(broadcast_buffers, forward_sync_buffers),
         )
-        # The engine packs a whole bucket at a time in any case, and its buckets live as long as the model.
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
-
     # ---- construction: torch calls these, and gets our engine ----
 
     def _ddp_init_helper(
@@ -102,7 +103,7 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         first_limits, limits = _compat.bucket_limits(self, static_graph)
         dynamic = self.find_unused_parameters and not static_graph
-        self._engine_hook = None
+        self._engine_hook: str | None = None
         self.reducer = Reducer(
             params=parameters,
             names=[param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))],
@@ -112,7 +113,11 @@ class DistributedDataParallel(TorchDDP):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             first_limits=first_limits,
             limits=limits,
+            lazy_buckets=self.lazy_bucket_allocation,
+            skip_unused_buckets=self.skip_all_reduce_unused_params,
         )
+        if self._use_python_reducer:
+            self.reducer._remove_autograd_hooks()  # torch registers hooks in Python instead
         if self.__dict__.pop("_init_sync_due", False):
             self.reducer.verify_same_model()
             self.reducer.copy_from_rank_zero(self._initial_state(), self.broadcast_bucket_size)
@@ -122,7 +127,6 @@ class DistributedDataParallel(TorchDDP):
             bucket_cap_bytes=self.bucket_bytes_cap,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
-            backend_name=dist.get_backend(self.process_group),
         )
         self.logger.set_construction_data_and_log(
             self.module.__class__.__name__,
@@ -133,6 +137,11 @@ class DistributedDataParallel(TorchDDP):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        # Torch's loops call a parameter of the root module ".name" and would not find it in the list of ignored names.
+        self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
+        return super()._build_params_for_reducer()
 
     def _initial_state(self) -> list[torch.Tensor]:
         """Parameters, frozen ones too, and buffers: what rank 0 hands to the others at construction."""
@@ -156,6 +165,50 @@ class DistributedDataParallel(TorchDDP):
         self._clear_grad_buffer()
         return output
 
+    def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
+        # As torch's, but it respects no_sync and somebody waits for the result.
+        if self.require_backward_grad_sync:
+            self._delay_grad_buffer.div_(dist.get_world_size(self.process_group))
+            work = dist.all_reduce(self._delay_grad_buffer, group=self.process_group, async_op=True)
+            torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        return grad
+
+    # Manual finalization came with torch 2.15; here it works on every version.
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether the end of backward leaves publishing the mean gradients to ``finalize_backward``."""
+        return self.__dict__.get("_manual_finalization", False)
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self._check_manual_finalization()
+        self.reducer._set_manual_finalization_required(bool(required))
+        self.__dict__["_manual_finalization"] = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether finalizing right after this backward pays, because the bucket plan is still to be made from it."""
+        return bool(self.require_manual_backward_finalization) and self.reducer._should_finalize_after_backward()
+
+    def finalize_backward(self) -> None:
+        """Wait for the reductions of the last synchronised backward and hand the means to the gradients.
+
+        Raises:
+            RuntimeError: finalization is automatic, there is nothing to finalize, or gradients are still missing.
+        """
+        self._check_manual_finalization()
+        self.reducer._finalize_backward_manual()
+
+    def _check_manual_finalization(self) -> None:
+        if self._use_python_reducer:
+            raise RuntimeError("Manual backward finalization is not supported with the Python reducer.")
+        if self._delay_all_reduce_all_params:
+            raise RuntimeError(
+                "Manual backward finalization is not supported when all DDP parameters use delayed all-reduce."
+            )
+
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
         # torch.compile asks torch's own class which model is running.
@@ -176,7 +229,7 @@ class DistributedDataParallel(TorchDDP):
 
     # ---- hooks ----
 
-    def register_comm_hook(self, state: object, hook: Callable[[object, dist.GradBucket], torch.futures.Future]) -> None:
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket. Hooks written for torch's class run unchanged.
 
         The bucket's gradients are not divided by the number of ranks: that is the hook's duty. All ranks must register
@@ -209,6 +262,13 @@ class DistributedDataParallel(TorchDDP):
             )
         self._engine_hook = name
         self.logger._set_comm_hook_name(name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        manual = state.pop("_manual_finalization", False)
+        state.pop("_init_sync_due", None)
+        super().__setstate__(state)
+        if manual:
+            self.require_manual_backward_finalization = manual
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:

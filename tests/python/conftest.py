@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ranks import RankPool  # noqa: E402
+from ranks import RankPool
 
 
 @pytest.fixture(scope="session")

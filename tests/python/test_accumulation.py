@@ -6,10 +6,10 @@ import contextlib
 
 import pytest
 import torch
-from models import Branches, Reversed
-from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 
 import lockstep
+from models import Branches, Reversed
+from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 
 OPTIONS = {
     "default": {},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import Pair, rank_data
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from oracle import Pair, rank_data
 
 
 class Blocks(nn.Module):

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import assert_bit_equal_on_all_ranks, rank_data
-from ranks import GROUP_TIMEOUT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
+from oracle import assert_bit_equal_on_all_ranks, rank_data
+from ranks import GROUP_TIMEOUT
 
 #: In seconds: how soon every rank must raise when ranks wrap different models.
 SOON = 10

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.distributed as dist
-from models import Branches, Reversed
-from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 from torch import nn
 
 import lockstep
+from models import Branches, Reversed
+from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 
 
 class Throwing(torch.autograd.Function):
     """The identity; its backward raises while ``armed`` holds something."""
 
-    armed: list[bool] = []
+    armed: ClassVar[list[bool]] = []
 
     @staticmethod
     def forward(ctx, x):

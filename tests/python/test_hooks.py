@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import KINDS, Reversed
-from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
+from models import KINDS, Reversed
+from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 
 
 def _done(value: Any) -> torch.futures.Future:
@@ -184,7 +184,7 @@ def _registration() -> None:
     def wrong(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
 
     wrong.__annotations__ = {"bucket": int}
-    with pytest.raises(ValueError, match="bucket annotation should be dist.GradBucket"):
+    with pytest.raises(ValueError, match=r"bucket annotation should be dist\.GradBucket"):
         model.register_comm_hook(None, wrong)
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(RuntimeError, match="can only be called once"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import KINDS, Reversed
-from oracle import Pair, assert_mean_grads, assert_bit_equal_on_all_ranks, rank_data
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
+from models import KINDS, Reversed
+from oracle import Pair, assert_bit_equal_on_all_ranks, assert_mean_grads, rank_data
 
 MODES = {
     "default": {},
@@ -99,7 +99,8 @@ def test_gradients_that_are_views_may_be_detached_replaced_and_dropped(ranks, ho
 
 
 def _share_memory() -> list[int]:
-    model = lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), gradient_as_bucket_view=True)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = lockstep.DistributedDataParallel(net, gradient_as_bucket_view=True)
     seen = []
     for step in range(3):
         model.zero_grad(set_to_none=True)

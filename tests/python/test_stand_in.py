@@ -8,11 +8,11 @@ import textwrap
 
 import pytest
 import torch
-from oracle import rank_data
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
+from oracle import rank_data
 
 
 def test_the_class_is_a_torch_ddp():

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import Branches, Reversed
-from oracle import Pair, rank_data
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from models import Branches, Reversed
+from oracle import Pair, rank_data
 
 
 def _unused_in_every_step() -> None:
-    pair = Pair(Branches, lambda module: lockstep.DistributedDataParallel(module, static_graph=True, bucket_cap_mb=1e-6))
+    options = {"static_graph": True, "bucket_cap_mb": 1e-6}
+    pair = Pair(Branches, lambda module: lockstep.DistributedDataParallel(module, **options))
     for step in range(5):
         pair.backward(lambda step=step: (rank_data(3, 4, step=step), "a"))
         pair.check()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from models import Branches
-from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 from torch import nn
 
 import lockstep
+from models import Branches
+from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 
 #: For each step, the branches that rank 0 and rank 1 run.
 PATTERNS = {

@@ -39,8 +39,8 @@ at::Tensor counting(at::IntArrayRef sizes) {
 }
 
 TEST(SpecsOf, GivesAKindToEveryDtypeAndCountsComplexNumbersTwice) {
-  const ParamList params = list_of({at::zeros({3}), at::zeros({2}, at::kComplexFloat), at::zeros({3}, at::kHalf),
-                                    at::zeros({5})});
+  const ParamList params =
+      list_of({at::zeros({3}), at::zeros({2}, at::kComplexFloat), at::zeros({3}, at::kHalf), at::zeros({5})});
   std::vector<int> kinds;
   std::vector<int64_t> numels;
   for (const ParamSpec& spec : specs_of(params)) {
@@ -53,7 +53,7 @@ TEST(SpecsOf, GivesAKindToEveryDtypeAndCountsComplexNumbersTwice) {
 
 TEST(GradBuffers, AbsorbsScaledGradientsWithZerosForAbsentOnesAndInTheGaps) {
   ParamList params = list_of({at::zeros({2}), at::zeros({3})});
-  GradBuffers buffers(params, GradPlacement::kOwnMemory, one_bucket_per_kind(params));
+  GradBuffers buffers(params, GradPlacement::kOwnMemory, BucketLifetime::kTraining, one_bucket_per_kind(params));
   params.tensors[0].mutable_grad() = counting({2});
   buffers.memory(kFirst).narrow(0, 32, 3).fill_(9);  // what an earlier step left
   buffers.absorb(kFirst, 0.5, nullptr);
@@ -66,7 +66,7 @@ TEST(GradBuffers, AbsorbsScaledGradientsWithZerosForAbsentOnesAndInTheGaps) {
 
 TEST(GradBuffers, GradientsInAnotherMemoryOrderArriveInTheOrderOfTheirParameter) {
   ParamList params = list_of({at::zeros({2, 3})});
-  GradBuffers buffers(params, GradPlacement::kOwnMemory, one_bucket_per_kind(params, 1));
+  GradBuffers buffers(params, GradPlacement::kOwnMemory, BucketLifetime::kTraining, one_bucket_per_kind(params, 1));
   const at::Tensor transposed = counting({3, 2}).t();
   params.tensors[0].mutable_grad() = transposed;
   buffers.absorb(kFirst, 2.0, nullptr);
@@ -78,7 +78,7 @@ TEST(GradBuffers, GradientsInAnotherMemoryOrderArriveInTheOrderOfTheirParameter)
 
 TEST(GradBuffers, AChannelsLastParameterIsOneStraightCopy) {
   ParamList params = list_of({at::zeros({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast)});
-  GradBuffers buffers(params, GradPlacement::kOwnMemory, one_bucket_per_kind(params, 1));
+  GradBuffers buffers(params, GradPlacement::kOwnMemory, BucketLifetime::kTraining, one_bucket_per_kind(params, 1));
   const at::Tensor grad = counting({2, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast);
   params.tensors[0].mutable_grad() = grad.clone();
   buffers.absorb(kFirst, 1.0, nullptr);
@@ -88,7 +88,7 @@ TEST(GradBuffers, AChannelsLastParameterIsOneStraightCopy) {
 
 TEST(GradBuffers, ComplexGradientsLieInTheBucketAsPairs) {
   ParamList params = list_of({at::zeros({2}, at::kComplexFloat)});
-  GradBuffers buffers(params, GradPlacement::kBucketView, one_bucket_per_kind(params, 1));
+  GradBuffers buffers(params, GradPlacement::kBucketView, BucketLifetime::kTraining, one_bucket_per_kind(params, 1));
   params.tensors[0].mutable_grad() = at::complex(counting({2}), -counting({2}));
   buffers.absorb(kFirst, 1.0, nullptr);
   EXPECT_TRUE(buffers.memory(kFirst).equal(at::tensor({1.f, -1.f, 2.f, -2.f})));
@@ -99,7 +99,7 @@ TEST(GradBuffers, ComplexGradientsLieInTheBucketAsPairs) {
 
 TEST(GradBuffers, ViewsLiveInTheBucketAndAreNoAutogradViews) {
   ParamList params = list_of({at::zeros({2, 2})});
-  GradBuffers buffers(params, GradPlacement::kBucketView, one_bucket_per_kind(params));
+  GradBuffers buffers(params, GradPlacement::kBucketView, BucketLifetime::kTraining, one_bucket_per_kind(params));
   params.tensors[0].mutable_grad() = counting({2, 2});
   buffers.absorb(kFirst, 1.0, nullptr);
   const at::Tensor grad = params.tensors[0].grad();
@@ -115,7 +115,7 @@ TEST(GradBuffers, ViewsLiveInTheBucketAndAreNoAutogradViews) {
 TEST(GradBuffers, ANewPlanMovesViewsWithWhatTheyHold) {
   ParamList params = list_of({at::zeros({2}), at::zeros({3})});
   const auto specs = specs_of(params);
-  GradBuffers buffers(params, GradPlacement::kBucketView, one_bucket_per_kind(params));
+  GradBuffers buffers(params, GradPlacement::kBucketView, BucketLifetime::kTraining, one_bucket_per_kind(params));
   params.tensors[0].mutable_grad() = counting({2});
   params.tensors[1].mutable_grad() = counting({3});
   buffers.absorb(kFirst, 1.0, nullptr);
@@ -129,7 +129,7 @@ TEST(GradBuffers, ANewPlanMovesViewsWithWhatTheyHold) {
 
 TEST(GradBuffers, PresenceDecidesWhatIsSentAndWhereTheGradientStays) {
   ParamList params = list_of({at::zeros({1}), at::zeros({1}), at::zeros({1})});
-  GradBuffers buffers(params, GradPlacement::kBucketView, one_bucket_per_kind(params, 1));
+  GradBuffers buffers(params, GradPlacement::kBucketView, BucketLifetime::kTraining, one_bucket_per_kind(params, 1));
   for (at::Tensor& param : params.tensors) param.mutable_grad() = at::ones({1});
   buffers.absorb(kFirst, 1.0, nullptr);
   const std::vector<Presence> presence{Presence::kInside, Presence::kOutside, Presence::kAbsent};
@@ -145,7 +145,7 @@ TEST(GradBuffers, PresenceDecidesWhatIsSentAndWhereTheGradientStays) {
 
 TEST(GradBuffers, PublishTellsAutogradThatTheGradientChanged) {
   ParamList params = list_of({at::zeros({2})});
-  GradBuffers buffers(params, GradPlacement::kOwnMemory, one_bucket_per_kind(params));
+  GradBuffers buffers(params, GradPlacement::kOwnMemory, BucketLifetime::kTraining, one_bucket_per_kind(params));
   params.tensors[0].mutable_grad() = counting({2});
   const auto before = params.tensors[0].grad()._version();
   buffers.publish(kFirst, at::zeros({32}), nullptr);
@@ -154,7 +154,7 @@ TEST(GradBuffers, PublishTellsAutogradThatTheGradientChanged) {
 
 TEST(GradBuffers, AGradientThatDoesNotFitItsParameterIsNamed) {
   ParamList params = list_of({at::zeros({2})});
-  GradBuffers buffers(params, GradPlacement::kOwnMemory, one_bucket_per_kind(params));
+  GradBuffers buffers(params, GradPlacement::kOwnMemory, BucketLifetime::kTraining, one_bucket_per_kind(params));
   for (const at::Tensor& wrong : {at::zeros({2}, at::kDouble), at::zeros({3}), at::zeros({2}).to_sparse()}) {
     params.tensors[0].mutable_grad() = wrong;
     try {
@@ -169,7 +169,7 @@ TEST(GradBuffers, AGradientThatDoesNotFitItsParameterIsNamed) {
 TEST(GradBuffers, SparseGradientsAreLentAsTheyAreAndAbsentOnesAsEmpty) {
   ParamList params = list_of({at::zeros({4, 2})});
   params.sparse[0] = true;
-  GradBuffers buffers(params, GradPlacement::kBucketView, one_bucket_per_kind(params));
+  GradBuffers buffers(params, GradPlacement::kBucketView, BucketLifetime::kTraining, one_bucket_per_kind(params));
   buffers.absorb(kFirst, 0.5, nullptr);
   EXPECT_EQ(buffers.memory(kFirst)._nnz(), 0);
   const at::Tensor indices = at::tensor({1, 3}, at::kLong).view({1, 2});

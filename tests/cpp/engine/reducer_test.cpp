@@ -81,8 +81,8 @@ TEST(Reducer, TakesThePlanOfRankZeroWhenRanksSawDifferentOrders) {
     reducer->begin_step();
     // Rank 0 finishes the gradient of `a` first, rank 1 last: three separate paths, sent backward one by one.
     reducer->expect_backward({});
-    for (const at::Tensor& p : comm->rank() == 0 ? std::vector{model.a, model.b, model.c}
-                                                 : std::vector{model.c, model.b, model.a}) {
+    for (const at::Tensor& p :
+         comm->rank() == 0 ? std::vector{model.a, model.b, model.c} : std::vector{model.c, model.b, model.a}) {
       backward(p * 1);
     }
     EXPECT_TRUE(reducer->begin_step());
@@ -141,9 +141,9 @@ TEST(Reducer, NamesMissingParametersAtTheNextStep) {
       reducer->begin_step();
       ADD_FAILURE();
     } catch (const Error& error) {
-      EXPECT_THAT(error.what(), AllOf(HasSubstr("did not receive grad for rank " + std::to_string(comm->rank()) +
-                                                ": b, c\n"),
-                                      HasSubstr("2 of 3 parameters are missing")));
+      EXPECT_THAT(error.what(),
+                  AllOf(HasSubstr("did not receive grad for rank " + std::to_string(comm->rank()) + ": b, c\n"),
+                        HasSubstr("2 of 3 parameters are missing")));
     }
   });
 }
