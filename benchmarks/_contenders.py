@@ -50,5 +50,6 @@ def engines() -> tuple[list[Contender], dict[str, str]]:
         found.append(Contender(LOCKSTEP_DEFAULT, _with_options(engine)))
         found.append(Contender(LOCKSTEP_VIEWS, _with_options(engine, gradient_as_bucket_view=True)))
     except (ImportError, AttributeError) as error:
-        missing |= dict.fromkeys((LOCKSTEP_DEFAULT, LOCKSTEP_VIEWS), f"lockstep cannot be imported: {error}")
+        reason = " ".join(f"lockstep cannot be imported: {error}".split())  # on one line
+        missing |= dict.fromkeys((LOCKSTEP_DEFAULT, LOCKSTEP_VIEWS), reason)
     return found, missing

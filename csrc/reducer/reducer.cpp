@@ -56,8 +56,8 @@ void Reducer::open(Opening opening) {
   if (records_firings()) {
     std::fill(counted_.begin(), counted_.end(), 0);
     std::fill(expected_.begin(), expected_.end(), kNeverComplete);
-  } else if (options_.graph == GraphKind::kDynamic) {
-    usage_.expect(params_, expected_);
+  } else if (options_.graph == GraphKind::kDynamic && !options_.skip_unused_buckets) {
+    usage_.expect(params_, expected_);  // with skipping, a late gradient would have no bucket to be added to
   } else if (options_.graph == GraphKind::kStatic) {
     expected_ = *firings_;
   }

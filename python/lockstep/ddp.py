@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -240,7 +242,7 @@ class DistributedDataParallel(TorchDDP):
             ValueError: its annotations are not ``bucket: dist.GradBucket -> torch.futures.Future[torch.Tensor]``.
             RuntimeError: a hook has been registered before, or a backward is running.
         """
-        self._check_comm_hook(hook)
+        self._check_comm_hook(_with_types(hook))
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         self._claim_hook(name)
         self.reducer.set_python_hook(state, hook, name)
@@ -274,6 +276,21 @@ class DistributedDataParallel(TorchDDP):
         if sample_rate < 1:
             self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
         self.logger.set_sample_rate(sample_rate)
+
+
+def _with_types(hook: Any) -> Any:
+    """``hook`` with annotations that are types also where ``from __future__ import annotations`` made them strings."""
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except (NameError, TypeError, ValueError):
+        return hook  # torch's check knows what to say
+
+    @functools.wraps(hook)
+    def typed(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs)
+
+    typed.__signature__ = signature
+    return typed
 
 
 def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[float] | None) -> None:
