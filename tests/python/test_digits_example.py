@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +20,9 @@ from lockstep.examples import _checkpoint, _data, digits
 ENGINES = ["lockstep", "torch"]
 PROGRAM = ["-m", "lockstep.examples.digits"]
 
+#: In seconds. A run takes 15 on an idle machine, nearly all of it imports; this is for very busy ones.
+HANG = 300
+
 
 def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
     """Start Python with ``command``, one thread a process, and with the ``lockstep`` that this test imports."""
@@ -32,18 +34,17 @@ def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[str, str]:
-    """Return stdout and stderr; fail if the process does not end within ``timeout`` seconds."""
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return stdout and stderr; fail if the process does not end within ``HANG`` seconds, and leave none behind."""
     try:
-        return process.communicate(timeout=timeout)
+        return process.communicate(timeout=HANG)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun passes it on to its workers; SIGKILL would orphan them
-        try:
-            stdout, stderr = process.communicate(timeout=40)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            stdout, stderr = process.communicate()
-        pytest.fail(f"{process.args} did not end within {timeout} s\n{stdout}\n{stderr}")
+        process.terminate()  # torchrun passes this on to its workers; a kill would orphan them
+        stdout, stderr = process.communicate(timeout=60)
+        pytest.fail(f"{process.args} did not end within {HANG} s\n{stdout}\n{stderr}")
+    finally:
+        if process.poll() is None:
+            process.terminate()
 
 
 def torchrun(*options: object, ranks: int = 2) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def bits(state: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(4 * HANG)
 class TestTraining:
     @pytest.mark.parametrize("engine", ENGINES)
     def test_defaults_learn_the_digits_and_equal_a_single_process(self, engine: str) -> None:
@@ -83,18 +84,10 @@ class TestTraining:
         assert report["single_difference"] <= 1e-4
         assert report["seconds"] > 0
 
-    @pytest.mark.parametrize("engine", ENGINES)
-    def test_accumulated_micro_batches_equal_a_single_process(self, engine: str) -> None:
-        report = torchrun(
-            "--engine", engine, "--epochs", 2, "--batch-size", 10, "--accumulate", 3, "--views", "--against-single"
-        )
+    def test_accumulated_micro_batches_of_three_ranks_equal_a_single_process(self) -> None:
+        report = torchrun("--epochs", 2, "--batch-size", 10, "--accumulate", 3, "--views", "--against-single", ranks=3)
 
         assert report["accumulate"] == 3
-        assert report["single_difference"] <= 1e-4
-
-    def test_three_ranks_equal_a_single_process(self) -> None:
-        report = torchrun("--epochs", 2, "--against-single", ranks=3)
-
         assert report["single_difference"] <= 1e-4
 
     def test_one_process_needs_no_torchrun(self) -> None:
@@ -104,13 +97,11 @@ class TestTraining:
         assert process.returncode == 0, stderr
         assert json.loads(stdout.splitlines()[-1])["world_size"] == 1
 
-    @pytest.mark.parametrize("engine", ENGINES)
-    @pytest.mark.parametrize("hook", ["allreduce", "fp16"])
-    def test_torchs_hooks_run_on_both_engines(self, hook: str, engine: str) -> None:
-        report = torchrun("--engine", engine, "--epochs", 2, "--hook", hook, "--against-single")
+    def test_a_hook_that_rounds_gradients_stays_near_a_single_process(self) -> None:
+        report = torchrun("--epochs", 2, "--hook", "fp16", "--against-single")
 
-        assert report["hook"] == hook
-        assert report["single_difference"] <= (1e-2 if hook == "fp16" else 1e-4)
+        assert report["hook"] == "fp16"
+        assert 0 < report["single_difference"] <= 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +119,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(4 * HANG)
 class TestResume:
     @pytest.mark.parametrize("engine", ENGINES)
     def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
@@ -144,16 +135,15 @@ class TestResume:
         assert report["first_epoch"] == 1
         assert report["single_difference"] <= 1e-4
 
-    @pytest.mark.parametrize(("first", "second"), [ENGINES, ENGINES[::-1]])
-    def test_one_engine_continues_the_checkpoint_of_the_other(
-        self, first: str, second: str, checkpoint_of: Callable[[str, int], Path], tmp_path: Path
+    def test_lockstep_continues_the_checkpoint_of_torch(
+        self, checkpoint_of: Callable[[str, int], Path], tmp_path: Path
     ) -> None:
         resumed = tmp_path / "resumed.pt"
-        resumed.write_bytes(checkpoint_of(first, 1).read_bytes())
+        resumed.write_bytes(checkpoint_of("torch", 1).read_bytes())
 
-        torchrun("--engine", second, "--epochs", 3, "--checkpoint", resumed, "--resume")
+        torchrun("--engine", "lockstep", "--epochs", 3, "--checkpoint", resumed, "--resume")
 
-        torch.testing.assert_close(model_of(resumed), model_of(checkpoint_of(second, 3)), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model_of(resumed), model_of(checkpoint_of("torch", 3)), rtol=0, atol=1e-5)
 
     def test_a_plain_net_loads_the_checkpoint(self, checkpoint_of: Callable[[str, int], Path]) -> None:
         digits.DigitNet().load_state_dict(model_of(checkpoint_of("lockstep", 1)))  # strict: no "module." prefix
@@ -171,7 +161,7 @@ def ranks_without_launcher(*options: object) -> list[tuple[int, str]]:
     processes = [
         start([*PROGRAM, *map(str, options)], RANK=str(rank), LOCAL_RANK=str(rank), **variables) for rank in range(2)
     ]
-    errors = [finish(process, timeout=100)[1] for process in processes]
+    errors = [finish(process)[1] for process in processes]
     return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
 
 
@@ -254,7 +244,7 @@ class TestBadInput:
             digits.main(["--engine", "torch", "--epochs", "2", "--lr", "1e30"])
 
     @pytest.mark.slow
-    @pytest.mark.timeout(400)
+    @pytest.mark.timeout(4 * HANG)
     def test_every_rank_refuses_a_checkpoint_that_does_not_exist(self, tmp_path: Path) -> None:
         path = tmp_path / "absent.pt"
 
