@@ -46,7 +46,7 @@ def print_table(title: str, columns: Sequence[str], groups: Iterable[Iterable[Se
 def print_missing(missing: dict[str, str]) -> None:
     """One line for each contender that could not take part."""
     for name, reason in missing.items():
-        console.print(f"[yellow]skipped[/yellow] {name}: {reason}", highlight=False)
+        console.print(f"[yellow]skipped[/yellow] {name}: {reason}", highlight=False, soft_wrap=True)
 
 
 def write_json(path: Path | None, benchmark: str, content: dict[str, object]) -> None:

@@ -48,7 +48,8 @@ void watch_outputs(std::span<const at::Tensor> outputs, const std::weak_ptr<Grad
 /// Runs `callback` at the end of the backward pass that this thread is in, on the thread that started it.
 void at_end_of_backward(std::function<void()> callback);
 
-/// A distributed autograd pass (RPC) is running: it keeps gradients in a context of its own and not in `.grad`.
+/// The gradient being reported belongs to a distributed autograd pass (RPC), which keeps it in a context of its own and
+/// not in `.grad`. Known only while a parameter's hook runs.
 [[nodiscard]] bool in_distributed_autograd();
 
 /// A number that tells one running backward pass from another, -1 outside of any. A pass started inside another one

@@ -32,19 +32,24 @@ void Reducer::on_output_reached() {
 void Reducer::on_grad_ready(ParamId id) {
   const std::lock_guard lock(mutex_);
   if (phase_ == Phase::kArmed || phase_ == Phase::kPartial) open(Opening::kGradient);
-  if (phase_ == Phase::kCollecting && arrivals_++ == 0) send(unawaited_);
+  if (phase_ == Phase::kCollecting && arrivals_++ == 0) {
+    refuse_distributed_autograd();
+    send(unawaited_);
+  }
   if (options_.graph != GraphKind::kComplete && params_.tensors[index(id)].grad().defined()) usage_.mark_used(id);
   if (phase_ == Phase::kIdle) return;
   collect(id);
 }
 
+void Reducer::refuse_distributed_autograd() const {
+  if (!in_distributed_autograd()) return;
+  raise(fmt::format(
+      "[rank {}] DistributedDataParallel of lockstep does not reduce gradients of torch.distributed.autograd, which "
+      "keeps them outside of `.grad`. Use torch's own class for models that call backward over RPC.",
+      comm_->rank()));
+}
+
 void Reducer::open(Opening opening) {
-  if (in_distributed_autograd()) {
-    raise(fmt::format(
-        "[rank {}] DistributedDataParallel of lockstep does not reduce gradients of torch.distributed.autograd, which "
-        "keeps them outside of `.grad`. Use torch's own class for models that call backward over RPC.",
-        comm_->rank()));
-  }
   opening_ = opening;
   before_ = std::exchange(phase_, Phase::kCollecting);
   hook_end_of_backward();

@@ -128,6 +128,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
 
   // All of these expect the mutex to be held.
   void open(Opening opening);
+  void refuse_distributed_autograd() const;
   void hook_end_of_backward();
   void collect(ParamId id);
   void reject(ParamId id);

@@ -103,3 +103,41 @@ def test_a_layer_checkpointed_twice_with_reentrant_checkpoints_is_refused_with_t
     for text in broken_ranks.run(_shared_layer_twice):
         assert "Expected to mark a variable ready only once" in text
         assert "'layer." in text and "use_reentrant=False" in text and "static_graph=True" in text
+
+
+class SharedWeight(nn.Module):
+    """Two checkpointed layers with one weight."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return checkpoint(self.second, x, use_reentrant=self.reentrant)
+
+
+def _shared(reentrant: bool, options: dict) -> None:
+    pair = Pair(lambda: SharedWeight(reentrant), lambda module: lockstep.DistributedDataParallel(module, **options))
+    for step in range(4):
+        pair.backward(lambda step=step: rank_data(3, 6, step=step).requires_grad_())
+        pair.check()
+        pair.update()
+        pair.zero()
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "options"),
+    [
+        (False, {}),
+        (False, {"static_graph": True}),
+        (True, {"static_graph": True}),
+        (False, {"find_unused_parameters": True}),
+    ],
+    ids=["nonreentrant", "nonreentrant_static", "reentrant_static", "nonreentrant_find_unused"],
+)
+def test_checkpointed_layers_may_share_a_weight(ranks, reentrant, options):
+    ranks.run(_shared, reentrant, options)
