@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
 #include "compat.h"
 #include "core/error.h"
 
@@ -10,7 +12,7 @@ namespace {
 
 using c10d::ReduceOp;
 
-class C10dTransfer final : public Transfer {
+class C10dTransfer : public Transfer {
  public:
   C10dTransfer(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors)
       : work_(std::move(work)), tensors_(std::move(tensors)) {}
@@ -26,11 +28,38 @@ class C10dTransfer final : public Transfer {
   std::vector<at::Tensor> tensors_;  // groups written in Python need not keep them alive
 };
 
+/// A reduction on the host. Groups written in Python may leave the sum in their future instead of in the tensor.
+class HostReduction final : public C10dTransfer {
+ public:
+  HostReduction(c10::intrusive_ptr<c10d::Work> work, at::Tensor data)
+      : C10dTransfer(work, {data}), work_(std::move(work)), data_(std::move(data)) {}
+
+  void wait() override {
+    C10dTransfer::wait();
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    try {
+      future = work_->getFuture();
+    } catch (const c10::Error&) {  // this backend has none: the sum is in place
+    }
+    if (!future || !future->completed() || future->hasError()) return;
+    const c10::IValue& value = future->constValue();
+    if (value.isNone()) return;
+    const at::Tensor sum = c10d::detail::parseCppCommHookResult(value);
+    if (!sum.is_sparse() && !sum.is_alias_of(data_)) data_.copy_(sum);
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  at::Tensor data_;
+};
+
 TransferPtr reduce(c10d::ProcessGroup& group, at::Tensor data, ReduceOp::RedOpType op) {
   std::vector<at::Tensor> tensors{std::move(data)};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   auto work = group.allreduce(tensors, options);
+  // Never ask for a future on a device: some groups answer by making the current stream wait.
+  if (tensors.front().is_cpu()) return std::make_unique<HostReduction>(std::move(work), tensors.front());
   return std::make_unique<C10dTransfer>(std::move(work), std::move(tensors));
 }
 
