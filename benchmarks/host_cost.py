@@ -187,8 +187,9 @@ def compare(runners: Sequence[Runner], rounds: int, steps: int) -> None:
 
 
 def _ratio(mine: list[float], other: list[float]) -> float | None:
-    """Median of the ratios of equal rounds; None where noise hides the other's cost."""
-    return statistics.median(a / b for a, b in zip(mine, other, strict=True)) if min(other) > 0 else None
+    """Median of the ratios of equal rounds, without those where noise hid the other's cost; None if none is left."""
+    ratios = [a / b for a, b in zip(mine, other, strict=True) if b > 0]
+    return statistics.median(ratios) if ratios else None
 
 
 def print_case(results: Sequence[Result]) -> None:
@@ -239,6 +240,9 @@ def main() -> None:
     found, missing = engines()
     print_missing(missing)
     contenders = [Contender(BARE, lambda module, _: module), *found]
+    with instant_world(2) as group:
+        for contender in contenders:
+            contender.wrap(TinyParameters(1), group)  # the first use of an engine imports the rest of torch
     results: list[Result] = []
     for params in options.params:
         for world_size in options.worlds:

@@ -115,8 +115,9 @@ void Reducer::raise_if_unfinished() {
   }
   if (phase_ != Phase::kPartial || tracker_->missing().empty()) return;
   std::string text = messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph);
-  if (finalization_ == Finalization::kManual)
+  if (finalization_ == Finalization::kManual) {
     text += " finalize_backward() cannot finalize a pass that lacks gradients.";
+  }
   raise(text);
 }
 
@@ -185,6 +186,7 @@ void Reducer::finalize_by_hand() {
                     "it once after each synchronised backward.",
                     comm_->rank()));
   }
+  phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
   finish();
 }
 
@@ -209,6 +211,8 @@ void Reducer::reset(std::shared_ptr<Communicator> comm) {
   in_flight_.clear();
   final_waits_.clear();
   usage_.end_step();
+  // Memory of our own: collectives of the old group may still write to the other one.
+  adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
   phase_ = Phase::kIdle;
   plan_state_ = PlanState::kProvisional;
 }

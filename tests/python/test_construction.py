@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
 
@@ -218,3 +221,19 @@ def _gradient(group: dist.ProcessGroup) -> float:
 def test_a_subset_of_ranks_averages_among_itself(pool_of):
     # Inputs are 1, 10 and 100: the gradient of rank r is 10 ** r.
     assert pool_of(3).run(_subset) == [(5.5, 1.0), (5.5 + 55.0, 10.0), (55.0, 100.0)]
+
+
+def test_a_group_of_the_fake_backend_serves(tmp_path):
+    script = """
+        import torch, torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        import lockstep
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        layer = torch.nn.Linear(1, 1, bias=False)
+        model = lockstep.DistributedDataParallel(layer)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.full((1, 1), 8.0)).sum().backward()
+        assert layer.weight.grad.item() == 2.0, layer.weight.grad  # nobody adds anything to our quarter
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)

@@ -60,7 +60,7 @@ def _like_torch(kind: str, options: dict) -> None:
                 assert torch.equal(left, right) and left.stride() == right.stride()
 
 
-@pytest.mark.parametrize("mode", ["default", "views", "small_buckets"])
+@pytest.mark.parametrize("mode", ["default", "views", "small_buckets", "find_unused", "static"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "empty"])  # torch's engine refuses to go on there
 def test_gradients_equal_those_of_torch_bit_for_bit_on_two_ranks(ranks, kind, mode):
     ranks.run(_like_torch, kind, MODES[mode])
