@@ -62,7 +62,7 @@ T* advance(void* grad, int64_t first) {
 }  // namespace
 
 void pack(const at::Tensor& bucket, std::span<const Segment> segments, double scale) {
-  if (bucket.is_cuda()) return cuda::pack(bucket, segments, scale);
+  if (!bucket.is_cpu()) return cuda::pack(bucket, segments, scale);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, bucket.scalar_type(), "lockstep_pack", [&] {
     auto* base = bucket.mutable_data_ptr<scalar_t>();
     for_each_run(segments, [&](const Segment& segment, int64_t first, int64_t count) {
@@ -72,7 +72,7 @@ void pack(const at::Tensor& bucket, std::span<const Segment> segments, double sc
 }
 
 void unpack(const at::Tensor& bucket, std::span<const Segment> segments) {
-  if (bucket.is_cuda()) return cuda::unpack(bucket, segments);
+  if (!bucket.is_cpu()) return cuda::unpack(bucket, segments);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, bucket.scalar_type(), "lockstep_unpack", [&] {
     const auto* base = bucket.const_data_ptr<scalar_t>();
     for_each_run(segments, [&](const Segment& segment, int64_t first, int64_t count) {

@@ -31,7 +31,7 @@ void unpack(const at::Tensor& bucket, std::span<const Segment> segments);
 
 namespace cuda {
 
-/// The same two on a CUDA device: from kernels/cuda, or a clear refusal in a build without CUDA.
+/// The same two for whatever is not on the CPU: from kernels/cuda, or a clear refusal in a build without CUDA.
 void pack(const at::Tensor& bucket, std::span<const Segment> segments, double scale);
 void unpack(const at::Tensor& bucket, std::span<const Segment> segments);
 

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from lockstep import _C, _compat
+from lockstep._build_check import build_info
 from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
 
@@ -94,6 +95,7 @@ class DistributedDataParallel(TorchDDP):
             bucket_cap_mb_list=bucket_cap_mb_list,
             **_compat.buffer_keywords(broadcast_buffers, forward_sync_buffers),
         )
+
     # ---- construction: torch calls these, and gets our engine ----
 
     def _ddp_init_helper(
@@ -103,6 +105,7 @@ class DistributedDataParallel(TorchDDP):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
+        self._check_device()
         first_limits, limits = _compat.bucket_limits(self, static_graph)
         dynamic = self.find_unused_parameters and not static_graph
         self._engine_hook: str | None = None
@@ -139,6 +142,16 @@ class DistributedDataParallel(TorchDDP):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _check_device(self) -> None:
+        served = {"cpu"} | ({"cuda"} if build_info()["cuda"] else set())
+        if self.device_type not in served:
+            self._log_and_throw(
+                RuntimeError,
+                f"[rank {self.process_group.rank()}] the module's parameters are on '{self.device_type}', but this "
+                f"build of lockstep serves {', '.join(sorted(served))} only. Move the module there before wrapping it, "
+                "or use torch's own class.",
+            )
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         # Torch's loops call a parameter of the root module ".name" and would not find it in the list of ignored names.

@@ -172,6 +172,8 @@ def _bad_arguments() -> None:
         lockstep.DistributedDataParallel(layer, process_group=dist.group.WORLD, device_mesh=mesh)
     with pytest.raises(ValueError, match="device_ids"):
         lockstep.DistributedDataParallel(layer, device_ids=[0, 1])
+    with pytest.raises(RuntimeError, match=r"parameters are on 'meta', but this build of lockstep serves cpu"):
+        lockstep.DistributedDataParallel(nn.Linear(2, 2, device="meta"))
     with pytest.raises(RuntimeError, match="uninitialized parameters"):
         lockstep.DistributedDataParallel(nn.LazyLinear(3))
 

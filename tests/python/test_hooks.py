@@ -36,9 +36,7 @@ def concatenating_hook(state: object, bucket: dist.GradBucket) -> torch.futures.
 
 def chained_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return (
-        work.get_future().then(lambda f: f.value()[0] * 2).then(lambda f: f.value() / (2 * dist.get_world_size()))
-    )
+    return work.get_future().then(lambda f: f.value()[0] * 2).then(lambda f: f.value() / (2 * dist.get_world_size()))
 
 
 HOOKS = {
