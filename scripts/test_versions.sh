@@ -22,7 +22,7 @@ for version in "${versions[@]}"; do
   fi
   # The closing lines of CTest and pytest; a run that never got there shows a dash.
   ctest=$(sed -n 's/^\(.*tests passed.*\)$/\1/p' "$logs/$version.log" | tail -n 1)
-  pytest=$(sed -n 's/^=* *\([0-9].* in [0-9.]*s.*[^= ]\) *=*$/\1/p' "$logs/$version.log" | tail -n 1)
+  pytest=$(sed -n 's/^=* *\([0-9].* in [0-9.]*s[^=]*\)=*$/\1/p' "$logs/$version.log" | tail -n 1)
   echo "| $version | ${ctest:--} | ${pytest:--} |"
   rm -rf "$environment"
 done
