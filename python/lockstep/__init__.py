@@ -4,7 +4,11 @@
 keep the script.
 """
 
-import torch  # noqa: F401  # first: its libraries must be in the process before ours
+import torch  # first: its libraries must be in the process before ours
+
+# Its functions keep the process group of the moment it is imported as a default argument. Torch imports it when a model
+# is wrapped; that group's threads would then outlive `destroy_process_group` and could abort the process at its end.
+import torch.distributed.nn  # noqa: F401
 
 from lockstep._build_check import build_info, check_build
 from lockstep._version import __version__

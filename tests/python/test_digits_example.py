@@ -20,7 +20,7 @@ from lockstep.examples import _checkpoint, _data, digits
 ENGINES = ["lockstep", "torch"]
 PROGRAM = ["-m", "lockstep.examples.digits"]
 
-#: In seconds. A run takes 15 on an idle machine, nearly all of it imports; this is for very busy ones.
+#: In seconds. A run takes 10 to 20 on two idle cores, most of it imports; this is for very busy ones.
 HANG = 300
 
 

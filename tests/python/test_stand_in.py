@@ -57,6 +57,28 @@ def test_install_replaces_torchs_class_everywhere_and_uninstall_puts_it_back():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+def test_no_thread_of_the_group_outlives_it_after_a_model_was_wrapped():
+    script = textwrap.dedent("""
+        import gc, os
+        import lockstep
+        import torch, torch.distributed as dist
+
+        def gloo_threads():
+            names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+            return sum("gloo" in name for name in names)
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = lockstep.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        assert gloo_threads() > 0, "the names of gloo's threads have changed"
+        del model
+        dist.destroy_process_group()
+        gc.collect()
+        assert gloo_threads() == 0
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_build_info_says_what_it_was_built_with():
     info = lockstep.build_info()
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]

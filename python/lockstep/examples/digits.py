@@ -53,7 +53,7 @@ class DigitNet(nn.Module):
 
     Built so that ``--against-single`` compares equal trainings. No dropout and no batch normalisation: what they
     compute depends on how a batch is split over processes. No ReLU and no max pooling: at their kinks a rounding error
-    picks another branch, and training enlarges that to 1e-2 within ten epochs.
+    picks another branch, and training enlarged that to 1e-2 within sixteen epochs.
     """
 
     def __init__(self) -> None:
