@@ -174,7 +174,7 @@ Segment GradBuffers::segment_of(ParamId id, Direction direction, const at::Tenso
 
 void GradBuffers::absorb(BucketId id, double scale, const PresenceOf& presence) {
   const Bucket& bucket = plan_->bucket(id);
-  if (bucket.sparse) return absorb_sparse(id, scale, presence);
+  if (bucket.sparse) return absorb_sparse(id, scale);
   const bool views = placement_ == GradPlacement::kBucketView;
   if (!memory_[index(id)].defined()) memory_[index(id)] = allocate(id);
   const at::Tensor& flat = memory_[index(id)];
@@ -202,10 +202,10 @@ void GradBuffers::move_out(ParamId id) {
   if (grad.defined() && grad.is_same(views_[index(id)])) grad = grad.detach().clone();
 }
 
-void GradBuffers::absorb_sparse(BucketId id, double scale, const PresenceOf& presence) {
+void GradBuffers::absorb_sparse(BucketId id, double scale) {
   const ParamId param = plan_->bucket(id).params.front();
   const at::Tensor& grad = grad_of(params_->tensors[index(param)]);
-  if (!grad.defined() || (presence && presence(param) == Presence::kAbsent)) {
+  if (!grad.defined()) {
     memory_[index(id)] = empty_sparse_like(params_->tensors[index(param)]);
     return;
   }

@@ -65,9 +65,8 @@ std::string padded(std::string text, int64_t size) {
     const auto& longer = zero_lines.size() > other_lines.size() ? zero_lines : other_lines;
     fail(
         "[rank {}] DDP expects same model across all ranks, but Rank 0 has {} params, while rank {} has inconsistent "
-        "{} "
-        "params. The first one that only rank {} has: {}. Gradients of different parameters would be averaged. Build "
-        "the same model, with the same parameters frozen, on every rank.",
+        "{} params. The first one that only rank {} has: {}. Gradients of different parameters would be averaged. "
+        "Build the same model, with the same parameters frozen, on every rank.",
         here, zero_lines.size(), other, other_lines.size(), &longer == &zero_lines ? 0 : other,
         longer[std::min(zero_lines.size(), other_lines.size())]);
   }

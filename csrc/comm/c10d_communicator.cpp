@@ -23,8 +23,10 @@ class C10dTransfer : public Transfer {
     tensors_.clear();
   }
 
- private:
+ protected:
   c10::intrusive_ptr<c10d::Work> work_;
+
+ private:
   std::vector<at::Tensor> tensors_;  // groups written in Python need not keep them alive
 };
 
@@ -32,7 +34,7 @@ class C10dTransfer : public Transfer {
 class HostReduction final : public C10dTransfer {
  public:
   HostReduction(c10::intrusive_ptr<c10d::Work> work, at::Tensor data)
-      : C10dTransfer(work, {data}), work_(std::move(work)), data_(std::move(data)) {}
+      : C10dTransfer(std::move(work), {data}), data_(std::move(data)) {}
 
   void wait() override {
     C10dTransfer::wait();
@@ -49,7 +51,6 @@ class HostReduction final : public C10dTransfer {
   }
 
  private:
-  c10::intrusive_ptr<c10d::Work> work_;
   at::Tensor data_;
 };
 

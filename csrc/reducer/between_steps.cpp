@@ -75,10 +75,8 @@ void Reducer::expect_backward(std::span<const at::Tensor> outputs) {
 
 void Reducer::set_hook(std::unique_ptr<CommHook> hook) {
   const std::lock_guard lock(mutex_);
-  if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
-    raise(fmt::format(
-        "[rank {}] the comm hook cannot be replaced while a backward pass is being reduced. Do it between steps.",
-        comm_->rank()));
+  if (in_pass()) {
+    raise("the comm hook cannot be replaced while a backward pass is being reduced. Do it between steps.");
   }
   hook_ = std::move(hook);
   adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
@@ -86,11 +84,11 @@ void Reducer::set_hook(std::unique_ptr<CommHook> hook) {
 
 void Reducer::set_static_graph() {
   const std::lock_guard lock(mutex_);
-  if (num_reductions_ != 0 || phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
-    raise(fmt::format(
-        "[rank {}] set_static_graph() should be called before training loop starts, but {} synchronised backward "
-        "passes have taken place. Pass static_graph=True to the constructor.",
-        comm_->rank(), num_reductions_));
+  if (num_reductions_ != 0 || in_pass()) {
+    raise(
+        fmt::format("set_static_graph() should be called before training loop starts, but {} synchronised backward "
+                    "passes have taken place. Pass static_graph=True to the constructor.",
+                    num_reductions_));
   }
   options_.graph = GraphKind::kStatic;
 }
@@ -108,10 +106,9 @@ void Reducer::detach() {
 void Reducer::raise_if_unfinished() {
   if (phase_ == Phase::kReduced) {
     raise(
-        fmt::format("[rank {}] Expected to have finalized the prior backward pass before a new forward. Call "
-                    "finalize_backward() after each synchronised backward, or set "
-                    "require_manual_backward_finalization = False.",
-                    comm_->rank()));
+        "Expected to have finalized the prior backward pass before a new forward. Call "
+        "finalize_backward() after each synchronised backward, or set "
+        "require_manual_backward_finalization = False.");
   }
   if (phase_ != Phase::kPartial || tracker_->missing().empty()) return;
   std::string text = messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph);
@@ -122,8 +119,9 @@ void Reducer::raise_if_unfinished() {
 }
 
 void Reducer::raise(const std::string& text) const {
-  if (error_observer_) error_observer_(text);
-  throw Error(text);
+  const std::string full = fmt::format("[rank {}] {}", comm_->rank(), text);
+  if (error_observer_) error_observer_(full);
+  throw Error(full);
 }
 
 void Reducer::shadow_step() {
@@ -131,10 +129,7 @@ void Reducer::shadow_step() {
   std::vector<InFlight> transfers;
   for (size_t b = 0; b < buffers_.plan().num_buckets(); ++b) {
     const BucketId id = bucket_id(b);
-    if (is_empty(id)) continue;
-    GradBucket zeros = buffers_.lend(id);
-    zeros.memory = buffers_.stand_in(id, 0.0);  // the bucket itself may hold gradients of ours
-    transfers.push_back({id, hook_->start(zeros, *comm_)});
+    if (!is_empty(id)) transfers.push_back(send_stand_in(id, 0.0));
   }
   if (exchanges_usage()) exchange_usage();
   for (const InFlight& transfer : transfers) {
@@ -153,9 +148,8 @@ void Reducer::set_manual_finalization(bool required) {
   const std::lock_guard lock(mutex_);
   if (phase_ != Phase::kIdle) {
     raise(
-        fmt::format("[rank {}] require_manual_backward_finalization cannot be called after forward while a backward "
-                    "pass is expected. Set it between steps.",
-                    comm_->rank()));
+        "require_manual_backward_finalization cannot be called after forward while a backward "
+        "pass is expected. Set it between steps.");
   }
   finalization_ = required ? Finalization::kManual : Finalization::kAutomatic;
 }
@@ -169,22 +163,19 @@ void Reducer::finalize_by_hand() {
   const std::lock_guard lock(mutex_);
   if (finalization_ != Finalization::kManual) {
     raise(
-        fmt::format("[rank {}] finalize_backward() was called, but manual backward finalization is not required. Set "
-                    "require_manual_backward_finalization = True before forward.",
-                    comm_->rank()));
+        "finalize_backward() was called, but manual backward finalization is not required. Set "
+        "require_manual_backward_finalization = True before forward.");
   }
   if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
     raise(
-        fmt::format("[rank {}] finalize_backward() was called before all DDP buckets were ready. next_bucket_={} "
+        fmt::format("finalize_backward() was called before all DDP buckets were ready. next_bucket_={} "
                     "buckets_.size()={}. Missing parameters: {} of {}. Call it after the backward that brings them.",
-                    comm_->rank(), tracker_->num_left(), buffers_.plan().num_buckets(), tracker_->missing().size(),
-                    params_.size()));
+                    tracker_->num_left(), buffers_.plan().num_buckets(), tracker_->missing().size(), params_.size()));
   }
   if (phase_ != Phase::kReduced) {
     raise(
-        fmt::format("[rank {}] finalize_backward() was called, but no gradient reduction requires finalization. Call "
-                    "it once after each synchronised backward.",
-                    comm_->rank()));
+        "finalize_backward() was called, but no gradient reduction requires finalization. Call "
+        "it once after each synchronised backward.");
   }
   phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
   finish();

@@ -49,7 +49,7 @@ const char* advice(GraphKind graph) {
 
 std::string unfinished(int rank, const ParamList& params, const std::vector<ParamId>& missing, GraphKind graph) {
   return fmt::format(
-      "[rank {0}] Expected to have finished reduction in the prior iteration before starting a new one. {1}\n"
+      "Expected to have finished reduction in the prior iteration before starting a new one. {1}\n"
       "Parameter indices which did not receive grad for rank {0}: {2}\n"
       "Parameters which did not receive grad for rank {0}: {3}\n"
       "{4} of {5} parameters are missing; their buckets and those behind them were not reduced, so gradients differ "
@@ -58,23 +58,23 @@ std::string unfinished(int rank, const ParamList& params, const std::vector<Para
       rank, advice(graph), indices_of(missing), names_of(params, missing), missing.size(), params.size());
 }
 
-std::string ready_twice(int rank, const ParamList& params, ParamId id, GraphKind graph) {
+std::string ready_twice(const ParamList& params, ParamId id, GraphKind graph) {
   if (graph == GraphKind::kStatic) {
     return fmt::format(
-        "[rank {}] Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
         "iteration, but then got used in the second iteration. this is not compatible with static_graph set to True. "
         "Parameter {} got more gradients than in the first iteration. Use `find_unused_parameters=True` for graphs "
         "that change.",
-        rank, params.label(id));
+        params.label(id));
   }
   return fmt::format(
-      "[rank {}] Expected to mark a variable ready only once. Parameter {} got a second gradient in one backward pass, "
+      "Expected to mark a variable ready only once. Parameter {} got a second gradient in one backward pass, "
       "after its bucket may have been reduced. This happens when 1) it is used outside of the `forward` function or "
       "shared by several forward-backward passes that run at the same time; 2) it lies in a module that is "
       "checkpointed more than once with `use_reentrant=True`; 3) two losses that share it are sent backward one after "
       "the other. Use `use_reentrant=False`, add the losses up and call backward once, or pass `static_graph=True` "
       "when the graph is the same in every step.",
-      rank, params.label(id));
+      params.label(id));
 }
 
 std::string bucket(const BucketPlan& plan, BucketId id, const ParamList& params) {

@@ -16,7 +16,7 @@ namespace lockstep::messages {
                                      GraphKind graph);
 
 /// A parameter reported its gradient more often than announced.
-[[nodiscard]] std::string ready_twice(int rank, const ParamList& params, ParamId id, GraphKind graph);
+[[nodiscard]] std::string ready_twice(const ParamList& params, ParamId id, GraphKind graph);
 
 /// "bucket 2 of 5 ('a.weight' (#3) ... 'b.bias' (#7))".
 [[nodiscard]] std::string bucket(const BucketPlan& plan, BucketId id, const ParamList& params);

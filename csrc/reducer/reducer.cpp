@@ -43,10 +43,9 @@ void Reducer::on_grad_ready(ParamId id) {
 
 void Reducer::refuse_distributed_autograd() const {
   if (!in_distributed_autograd()) return;
-  raise(fmt::format(
-      "[rank {}] DistributedDataParallel of lockstep does not reduce gradients of torch.distributed.autograd, which "
-      "keeps them outside of `.grad`. Use torch's own class for models that call backward over RPC.",
-      comm_->rank()));
+  raise(
+      "DistributedDataParallel of lockstep does not reduce gradients of torch.distributed.autograd, which "
+      "keeps them outside of `.grad`. Use torch's own class for models that call backward over RPC.");
 }
 
 void Reducer::open(Opening opening) {
@@ -99,7 +98,7 @@ void Reducer::reject(ParamId id) {
     return;
   }
   phase_ = Phase::kPartial;
-  raise(messages::ready_twice(comm_->rank(), params_, id, options_.graph));
+  raise(messages::ready_twice(params_, id, options_.graph));
 }
 
 /// Runs `step` and adds to its error which bucket of which rank it was about. Other kinds of exception, such as those
@@ -132,6 +131,13 @@ void Reducer::send_bucket(BucketId id) {
   if (is_empty(id)) return;
   if (in_flight_.empty()) times_.communication_start = StepTimes::now();
   naming(id, [&] { in_flight_.push_back({id, hook_->start(buffers_.lend(id), *comm_)}); });
+}
+
+/// Takes part in the reduction of a bucket without touching its memory, which may hold gradients of ours.
+Reducer::InFlight Reducer::send_stand_in(BucketId id, double value) {
+  GradBucket bucket = buffers_.lend(id);
+  bucket.memory = buffers_.stand_in(id, value);
+  return {id, hook_->start(bucket, *comm_)};
 }
 
 bool Reducer::is_empty(BucketId id) const {
@@ -216,9 +222,7 @@ void Reducer::recover() {
     const BucketId id = bucket_id(b);
     if (is_empty(id)) continue;
     try {
-      GradBucket poisoned = buffers_.lend(id);
-      poisoned.memory = buffers_.stand_in(id, std::numeric_limits<double>::quiet_NaN());
-      in_flight_.push_back({id, hook_->start(poisoned, *comm_)});
+      in_flight_.push_back(send_stand_in(id, std::numeric_limits<double>::quiet_NaN()));
     } catch (const std::exception&) {  // the cause of the failure strikes again; it has been reported
     }
   }

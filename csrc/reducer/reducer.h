@@ -134,17 +134,20 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void reject(ParamId id);
   void send(BucketRange range);
   void send_bucket(BucketId id);
+  InFlight send_stand_in(BucketId id, double value);
   template <typename Step>
   auto naming(BucketId id, const Step& step);
   void on_backward_ended(int backward);
   void finish();
+  /// From the first sign of a backward until its means are published.
+  [[nodiscard]] bool in_pass() const { return phase_ != Phase::kIdle && phase_ != Phase::kArmed; }
   [[nodiscard]] bool is_empty(BucketId id) const;
   [[nodiscard]] bool is_skipped(BucketId id) const;
   void publish(BucketId id, const at::Tensor& mean);
   void learn_from_pass();
   void recover();
   void raise_if_unfinished();
-  [[noreturn]] void raise(const std::string& text) const;
+  [[noreturn]] void raise(const std::string& text) const;  // puts the rank in front
   void adopt_plan(BucketPlan plan);
   bool adopt_waiting_plan();
   void exchange_usage();

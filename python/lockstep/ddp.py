@@ -89,7 +89,6 @@ class DistributedDataParallel(TorchDDP):
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
             device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=bucket_cap_mb_list,
@@ -257,24 +256,29 @@ class DistributedDataParallel(TorchDDP):
         """
         self._check_comm_hook(_with_types(hook))
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        self._claim_hook(name)
+        self._check_no_hook(name)
         self.reducer.set_python_hook(state, hook, name)
+        self._note_hook(name)
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        self._claim_hook(str(comm_hook_type))
+        name = str(comm_hook_type)
+        self._check_no_hook(name)
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
-            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, str(comm_hook_type))
+            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, name)
         else:
             self.reducer.set_comm_hook("allreduce")
+        self._note_hook(name)
 
-    def _claim_hook(self, name: str) -> None:
+    def _check_no_hook(self, name: str) -> None:
         if self._engine_hook is not None:
             self._log_and_throw(
                 RuntimeError,
                 f"register_comm_hook or register_builtin_comm_hook can only be called once; '{self._engine_hook}' is "
                 f"registered already and '{name}' would replace it. Combine both in one hook.",
             )
+
+    def _note_hook(self, name: str) -> None:
         self._engine_hook = name
         self.logger._set_comm_hook_name(name)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import lockstep
 from models import Branches, Reversed
@@ -79,10 +80,13 @@ def _manual_errors() -> None:
     _refused(model.finalize_backward, "no gradient reduction requires finalization")
     out.backward()
     _refused(lambda: model((rank_data(3, 4), "ab")), "Expected to have finalized the prior backward pass")
+    _refused(lambda: model.register_comm_hook(None, allreduce_hook), "cannot be replaced while a backward pass")
     with torch.no_grad():
         model((rank_data(3, 4), "ab"))
     model.finalize_backward()
     _refused(model.finalize_backward, "no gradient reduction requires finalization")
+
+    model.register_comm_hook(None, allreduce_hook)  # the refused one has left no trace
 
     # A parameter is missing: refused, but another backward may bring it.
     model((rank_data(3, 4), "a")).sum().backward()
