@@ -60,21 +60,14 @@ at::Tensor flatten(const Chunk& chunk) {
   return at::cat(parts);
 }
 
-/// Where the values that arrive are written.
-enum class Target { kInPlace, kNewMemory };
-
-void unflatten(const Chunk& chunk, const at::Tensor& flat, Target target) {
+void unflatten(const Chunk& chunk, const at::Tensor& flat) {
   int64_t offset = 0;
   for (const at::Tensor& tensor : chunk.tensors) {
     const int64_t numel = tensor.numel() * (tensor.is_complex() ? 2 : 1);
     at::Tensor part = flat.narrow(0, offset, numel);
     offset += numel;
     if (tensor.is_complex()) part = at::view_as_complex(part.view({-1, 2}));
-    if (target == Target::kInPlace) {
-      tensor.copy_(part.view(tensor.sizes()));
-    } else {
-      tensor.set_data(at::empty_like(tensor).copy_(part.view(tensor.sizes())));
-    }
+    tensor.copy_(part.view(tensor.sizes()));
   }
 }
 
@@ -103,13 +96,12 @@ void Replica::assert_in_sync(const std::vector<at::Tensor>& tensors, const std::
 
 void Replica::copy_from(const std::vector<at::Tensor>& tensors, int64_t chunk_bytes, int root) {
   const Waiting waiting(*progress_);
-  const Target target = reducer_->expects_backward() ? Target::kNewMemory : Target::kInPlace;
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView no_versions;
   for (const Chunk& chunk : chunks_of(tensors, chunk_bytes)) {
     const at::Tensor flat = flatten(chunk);
     comm_->broadcast(flat, root)->wait();
-    if (comm_->rank() != root) unflatten(chunk, flat, target);
+    if (comm_->rank() != root) unflatten(chunk, flat);
   }
 }
 

@@ -31,8 +31,7 @@ class Replica {
 
   /// Overwrites `tensors` (parameters and buffers, any dtypes, on one or several devices) by those of rank `root`,
   /// without touching their version counters. Collective; ranks must bring the same list. Tensors of one dtype and
-  /// device travel together, about `chunk_bytes` at a time. While a backward is expected, the values get new memory, so
-  /// that what autograd has saved of the old ones stays as it was.
+  /// device travel together, about `chunk_bytes` at a time.
   void copy_from(const std::vector<at::Tensor>& tensors, int64_t chunk_bytes, int root);
 
   /// Compares `tensors` over ranks by their checksums. Collective; a few bytes per rank when all are equal, 8 bytes per

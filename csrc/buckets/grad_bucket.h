@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <vector>
 
 #include "core/bucket_plan.h"
@@ -11,7 +12,8 @@ namespace lockstep {
 
 class GradBuffers;
 
-/// The parameters of one bucket and where their gradients lie in it; the same as long as the plan is.
+/// The parameters of one bucket that have elements, and where their gradients lie in it; the same as long as the plan
+/// is.
 struct BucketMembers {
   std::vector<at::Tensor> params;           ///< In the order of the slots.
   std::vector<size_t> offsets;              ///< In elements; empty for a sparse bucket, like the next two.
@@ -32,6 +34,9 @@ struct GradBucket {
 
   /// Built at the first call for a plan; hooks that look at the flat memory only never pay for it.
   [[nodiscard]] const BucketMembers& members() const;
+
+  /// "bucket 2 of 5 ('a.weight' (#3) ... 'b.bias' (#7))", for messages.
+  [[nodiscard]] std::string describe() const;
 };
 
 }  // namespace lockstep

@@ -258,6 +258,7 @@ const BucketMembers& GradBuffers::members(BucketId id) const {
   auto members = std::make_unique<BucketMembers>();
   for (const ParamId param : bucket.params) {
     const at::Tensor& tensor = params_->tensors[index(param)];
+    if (tensor.numel() == 0) continue;  // hooks need not know how to compress nothing
     members->params.push_back(tensor);
     if (bucket.sparse) continue;
     members->offsets.push_back(static_cast<size_t>(plan_->slot(param).offset));
@@ -269,6 +270,14 @@ const BucketMembers& GradBuffers::members(BucketId id) const {
   return *cached;
 }
 
+std::string GradBuffers::describe(BucketId id) const {
+  const Bucket& bucket = plan_->bucket(id);
+  return fmt::format("bucket {} of {} ({} ... {})", index(id), plan_->num_buckets(),
+                     params_->label(bucket.params.front()), params_->label(bucket.params.back()));
+}
+
 const BucketMembers& GradBucket::members() const { return owner->members(id); }
+
+std::string GradBucket::describe() const { return owner->describe(id); }
 
 }  // namespace lockstep

@@ -79,6 +79,8 @@ class GradBuffers {
   /// What a comm hook gets to see.
   [[nodiscard]] GradBucket lend(BucketId id) const;
   [[nodiscard]] const BucketMembers& members(BucketId id) const;
+  /// "bucket 2 of 5 ('a.weight' (#3) ... 'b.bias' (#7))".
+  [[nodiscard]] std::string describe(BucketId id) const;
   /// Undefined while the bucket has no memory.
   [[nodiscard]] const at::Tensor& memory(BucketId id) const { return memory_[index(id)]; }
   [[nodiscard]] at::Tensor& memory(BucketId id) { return memory_[index(id)]; }

@@ -70,8 +70,8 @@ Standing Progress::look() const {
 }
 
 std::string encode(const Standing& standing) {
-  return fmt::format("{}{sep}{}{sep}{}{sep}{}{sep}{}", standing.beat, static_cast<int>(standing.stage), standing.step,
-                     standing.since_ms, standing.detail, fmt::arg("sep", kSeparator));
+  return fmt::format("{1}{0}{2}{0}{3}{0}{4}{0}{5}", kSeparator, standing.beat, static_cast<int>(standing.stage),
+                     standing.step, standing.since_ms, standing.detail);
 }
 
 std::optional<Standing> decode(std::string_view line) {

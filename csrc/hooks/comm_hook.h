@@ -39,6 +39,9 @@ class CommHook {
   /// Bytes at which slots are aligned in the buckets of this hook; 1 leaves no gaps between gradients.
   [[nodiscard]] virtual int64_t slot_alignment() const { return kSlotAlignmentBytes; }
 
+  /// Issues further collectives after `start` has returned, at times that differ between ranks.
+  [[nodiscard]] virtual bool communicates_later() const { return false; }
+
   /// Starts the reduction of one bucket. Called in the order of the plan, the same on every rank.
   virtual std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) = 0;
 

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "api/replica.h"
+#include "comm/checksum.h"
 #include "comm/monitor.h"
 #include "python/bindings.h"
 #include "python/held.h"
@@ -56,6 +57,8 @@ void bind_watch(py::module_& m, py::class_<Replica, std::shared_ptr<Replica>>& r
       "install_signal_handler", [](int number) { std::signal(number, on_signal); }, py::arg("number"),
       "On this signal the monitors print where all ranks stand.");
 
+  m.def("checksum", &checksum, py::arg("tensor"), NoGil(), "One number for the bits, shape and dtype of a tensor.");
+
   reducer
       .def(
           "set_warning_observer",
@@ -82,6 +85,9 @@ void bind_watch(py::module_& m, py::class_<Replica, std::shared_ptr<Replica>>& r
       .def(
           "expect_local_backward", [](Replica& self) { self.reducer().expect_local_backward(); }, NoGil(),
           "Announces a backward whose gradients stay on this rank.")
+      .def(
+          "expects_backward", [](Replica& self) { return self.reducer().expects_backward(); }, NoGil(),
+          "Forward has run, and what autograd saved of it may still be needed.")
       .def(
           "note_sync_switch", [](Replica& self, bool reduces) { self.reducer().note_sync_switch(reduces); },
           py::arg("reduces"), NoGil(), "The user's switch for reducing has been set.")
@@ -114,6 +120,9 @@ void bind_watch(py::module_& m, py::class_<Replica, std::shared_ptr<Replica>>& r
             if (const auto monitor = self.communicator().monitor()) monitor->publish_failure(text);
           },
           py::arg("text"), NoGil(), "Tells the other ranks that this one has failed.")
+      .def(
+          "max", [](Replica& self, const at::Tensor& data) { self.communicator().max(data)->wait(); }, py::arg("data"),
+          NoGil(), "`data` becomes the largest value over ranks. Collective.")
       .def("standings", &standings, "Where every rank of the group stands, by rank.");
 }
 

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "comm/monitor.h"
 #include "core/error.h"
 
 namespace lockstep::python {
@@ -40,8 +41,7 @@ class PendingFuture final : public PendingMean {
   }
 
   at::Tensor wait() override {
-    comm_->outwait([this](std::chrono::milliseconds patience) { return gate_->wait_for(patience); });
-    future_->waitAndThrow();  // for a device: the current stream waits
+    await();  // for a device: the current stream waits
     at::Tensor mean = tensor_of(future_->value());
     future_.reset();
     if (memory_.layout() != at::kStrided) return mean;
@@ -55,15 +55,28 @@ class PendingFuture final : public PendingMean {
   }
 
  private:
+  void await() {
+    try {
+      comm_->outwait([this](std::chrono::milliseconds patience) { return gate_->wait_for(patience); });
+      future_->waitAndThrow();
+    } catch (const PeerError&) {
+      throw;
+    } catch (const c10::Error& error) {
+      fail(Code::kReductionFailed, "{} failed: {}", where_, error.what_without_backtrace());
+    } catch (const std::runtime_error& error) {
+      fail(Code::kReductionFailed, "{} failed: {}", where_, error.what());
+    }
+  }
+
   at::Tensor tensor_of(const c10::IValue& value) const {
     if (value.isTensor()) return value.toTensor();
-    if (value.isTensorList() && !value.toTensorVector().empty()) return value.toTensorVector().front();
+    if (value.isTensorList() && value.toTensorList().size() == 1) return value.toTensorVector().front();
     if (value.isPyObject()) {
       std::vector<at::Tensor> tensors = value.toPyObjectHolder()->extractTensors();
-      if (!tensors.empty()) return std::move(tensors.front());
+      if (tensors.size() == 1) return std::move(tensors.front());
     }
     fail(Code::kHookResult,
-         "{} returned a future whose value is no tensor. Finish it with the mean of bucket.buffer().", where_);
+         "{} returned a future whose value is not one tensor. Finish it with the mean of bucket.buffer().", where_);
   }
 
   FuturePtr future_;
@@ -94,12 +107,18 @@ class PythonHook final : public CommHook {
 
   [[nodiscard]] std::string name() const override { return name_; }
   [[nodiscard]] int64_t slot_alignment() const override { return 1; }
+  [[nodiscard]] bool communicates_later() const override { return true; }
 
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
-    std::string where =
-        fmt::format("the comm hook '{}', called for bucket {} of {},", name_, index(bucket.id), bucket.count);
+    std::string where = fmt::format("the comm hook '{}', called for {},", name_, bucket.describe());
     const py::gil_scoped_acquire gil;
-    py::object result = hook_(state_, as_torch_bucket(bucket));
+    py::object result;
+    try {
+      result = hook_(state_, as_torch_bucket(bucket));
+    } catch (py::error_already_set& error) {
+      if (py::hasattr(error.value(), "add_note")) error.value().attr("add_note")("in " + where + " of lockstep");
+      throw;
+    }
     // torch.futures.Future, or the class that it extends.
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
       fail(Code::kHookResult, "{} returned {}: callback must return a torch.futures.Future object, but got {}", where,

@@ -187,8 +187,8 @@ void Reducer::raise_if_unfinished() {
           "require_manual_backward_finalization = False.");
   }
   if (phase_ != Phase::kPartial || tracker_->missing().empty()) return;
-  std::string text = messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph,
-                                          reasons_for(tracker_->missing(), params_, outputs_, hooks_));
+  std::string text =
+      messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph, missing_because_);
   if (finalization_ == Finalization::kManual) {
     text += " finalize_backward() cannot finalize a pass that lacks gradients.";
   }
@@ -217,6 +217,9 @@ void Reducer::shadow_step() {
   std::fill(counted_.begin(), counted_.end(), 1);
   arrival_.clear();
   learn_from_pass();
+  ++passes_;
+  forwards_ = 0;
+  progress_->enter(Stage::kBetweenSteps);
 }
 
 void Reducer::set_manual_finalization(bool required) {

@@ -47,7 +47,12 @@ void Reducer::check_announced(ParamId id) {
         Code::kModeFlipped,
         "forward ran under no_sync() (require_backward_grad_sync=False), but backward runs outside of it: forward "
         "decides, so these gradients stay on this rank. Put forward and backward under the same setting.");
-  } else if (phase_ == Phase::kArmed && !switch_reduces_) {
+  }
+}
+
+/// A backward that forward has announced as one to be reduced begins.
+void Reducer::check_switch() {
+  if (!switch_reduces_) {
     warn_once(Code::kModeFlipped,
               "no_sync() was entered after forward (require_backward_grad_sync=False now, True at forward): forward "
               "decides, so this backward still synchronises. Put forward and backward under the same setting.");
@@ -87,14 +92,20 @@ void Reducer::check_silent_backward() {
 /// two losses, say. Anything else is reported at once.
 void Reducer::report_local_gradients() {
   const std::vector<ParamId> missing = tracker_->missing();
-  if (missing.empty() || reported_.contains(missing)) return;
+  if (missing.empty()) return;
+  // Now, while the outputs are still there; the error of the next forward says the same.
+  missing_because_ = reasons_for(missing, params_, outputs_, hooks_);
+  if (outputs_.empty())
+    missing_because_ = "forward returned no tensor that the wrapper could find; " + missing_because_;
+  if (reported_.contains(missing)) return;
   const std::vector<bool> may_come = outputs_.reach(missing, hooks_);
   if (std::all_of(may_come.begin(), may_come.end(), [](bool yes) { return yes; })) return;
   reported_.insert(missing);
-  std::string reasons = reasons_for(missing, params_, outputs_, hooks_);
-  if (outputs_.empty()) reasons = "forward returned no tensor that the wrapper could find; " + reasons;
-  warn(Code::kLocalGradients,
-       messages::local_gradients(params_, missing, tracker_->num_left(), buffers_.plan().num_buckets(), reasons));
+  std::vector<ParamId> local;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (tracker_->complete(param_id(i)) && !tracker_->has_left(param_id(i))) local.push_back(param_id(i));
+  }
+  warn(Code::kLocalGradients, messages::local_gradients(params_, missing, local, missing_because_));
 }
 
 /// Looking for unused parameters is not free; says so once when it never finds any.
@@ -142,10 +153,19 @@ PassWord Reducer::pass_word(bool joined) const {
 }
 
 void Reducer::start_guard(bool joined) {
-  if (!guard_.started()) guard_.start(*comm_, pass_word(joined), params_.tensors.front().device());
+  if (guard_passed_ || guard_.started()) return;
+  const PassWord word = pass_word(joined);
+  guard_.start(*comm_, word, params_.tensors.front().device());
+  // Buckets of another size than the other ranks' must not leave: some groups abort the process over them.
+  const std::array<int64_t, 3> sizes{word.mode, word.plan, word.hook};
+  if (sizes == agreed_sizes_) return;
+  check_guard();
+  agreed_sizes_ = sizes;
+  guard_passed_ = true;
 }
 
 void Reducer::check_guard() {
+  if (std::exchange(guard_passed_, false)) return;
   Guard::Finding finding;
   try {
     finding = guard_.finish();
@@ -173,7 +193,7 @@ void Reducer::describe_plan() {
   auto labels = std::make_shared<std::vector<std::string>>();
   for (size_t b = 0; b < buffers_.plan().num_buckets(); ++b) {
     const Bucket& bucket = buffers_.plan().bucket(bucket_id(b));
-    labels->push_back(messages::bucket(buffers_.plan(), bucket_id(b), params_));
+    labels->push_back(buffers_.describe(bucket_id(b)));
     layout += fmt::format("{};", bucket.numel);
     for (const ParamId id : bucket.params) (layout += params_.names[index(id)]) += ',';
   }

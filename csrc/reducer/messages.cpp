@@ -46,15 +46,15 @@ std::string names(const ParamList& params, const std::vector<ParamId>& ids) {
   return ids.size() > kMostNames ? fmt::format("{} and {} more", text, ids.size() - kMostNames) : text;
 }
 
-std::string local_gradients(const ParamList& params, const std::vector<ParamId>& missing, size_t buckets_left,
-                            size_t buckets, const std::string& reasons) {
+std::string local_gradients(const ParamList& params, const std::vector<ParamId>& missing,
+                            const std::vector<ParamId>& local, const std::string& reasons) {
   return fmt::format(
-      "backward has ended, but {} of {} parameters got no gradient, and {} of {} buckets were not reduced: the "
-      "gradients "
-      "in them are those of this rank alone. {}. Use every output of forward in the loss, freeze what is never used, "
-      "or "
-      "pass find_unused_parameters=True.",
-      missing.size(), params.size(), buckets - buckets_left, buckets, reasons);
+      "backward has ended, but {} of {} parameters got no gradient: {}. The gradients of {} parameters wait for them "
+      "and "
+      "were not reduced, so they are those of this rank alone: {}. Use every output of forward in the loss, freeze "
+      "what "
+      "is never used, or pass find_unused_parameters=True.",
+      missing.size(), params.size(), reasons, local.size(), names(params, local));
 }
 
 std::string bad_hint(const ParamList& params, ParamId id) {
@@ -94,12 +94,6 @@ std::string ready_twice(const ParamList& params, ParamId id, GraphKind graph) {
       "the other. Use `use_reentrant=False`, add the losses up and call backward once, or pass `static_graph=True` "
       "when the graph is the same in every step.",
       params.label(id));
-}
-
-std::string bucket(const BucketPlan& plan, BucketId id, const ParamList& params) {
-  const Bucket& members = plan.bucket(id);
-  return fmt::format("bucket {} of {} ({} ... {})", index(id), plan.num_buckets(), params.label(members.params.front()),
-                     params.label(members.params.back()));
 }
 
 }  // namespace lockstep::messages

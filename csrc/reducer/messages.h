@@ -17,8 +17,9 @@ namespace lockstep::messages {
                                      GraphKind graph, const std::string& reasons);
 
 /// A backward has ended with gradients missing, and no other one can bring them all.
+/// @param local  have their gradient, but wait in a bucket for the missing ones.
 [[nodiscard]] std::string local_gradients(const ParamList& params, const std::vector<ParamId>& missing,
-                                          size_t buckets_left, size_t buckets, const std::string& reasons);
+                                          const std::vector<ParamId>& local, const std::string& reasons);
 
 /// A hint about unused parameters was wrong.
 [[nodiscard]] std::string bad_hint(const ParamList& params, ParamId id);
@@ -28,8 +29,5 @@ namespace lockstep::messages {
 
 /// A parameter reported its gradient more often than announced.
 [[nodiscard]] std::string ready_twice(const ParamList& params, ParamId id, GraphKind graph);
-
-/// "bucket 2 of 5 ('a.weight' (#3) ... 'b.bias' (#7))".
-[[nodiscard]] std::string bucket(const BucketPlan& plan, BucketId id, const ParamList& params);
 
 }  // namespace lockstep::messages

@@ -57,6 +57,7 @@ void Reducer::open(Opening opening) {
   progress_->enter(Stage::kBackward);
   hook_end_of_backward();
   if (before_ == Phase::kPartial) return;  // the same pass goes on
+  if (before_ == Phase::kArmed) check_switch();
   times_.backward_compute_start = StepTimes::now();
   arrivals_ = 0;
   arrival_.clear();
@@ -111,9 +112,7 @@ void Reducer::reject(ParamId id) {
 /// of hooks written in Python, keep their type and text.
 template <typename Step>
 auto Reducer::naming(BucketId id, const Step& step) {
-  const auto where = [&] {
-    return fmt::format("[rank {}] while reducing {}", comm_->rank(), messages::bucket(buffers_.plan(), id, params_));
-  };
+  const auto where = [&] { return fmt::format("[rank {}] while reducing {}", comm_->rank(), buffers_.describe(id)); };
   try {
     return step();
   } catch (PeerError& error) {  // it says which bucket
@@ -204,11 +203,20 @@ void Reducer::on_backward_ended(int backward) {
 
 void Reducer::finish() {
   progress_->enter(Stage::kBucketWait);
-  if (exchanges_usage()) usage_.start_exchange(*comm_, params_.tensors.front().device());
+  const bool exchanges = exchanges_usage();
+  // A hook that goes on communicating in callbacks would race with an exchange of ours: it must be done first.
+  const bool hook_first = exchanges && hook_->communicates_later();
+  if (exchanges && !hook_first) usage_.start_exchange(*comm_, params_.tensors.front().device());
   check_guard();
-  if (exchanges_usage()) usage_.finish_exchange();
+  std::vector<std::pair<BucketId, at::Tensor>> means;
+  if (hook_first) {
+    take_means([&](BucketId id, at::Tensor mean) { means.emplace_back(id, std::move(mean)); });
+    usage_.start_exchange(*comm_, params_.tensors.front().device());
+  }
+  if (exchanges) usage_.finish_exchange();
+  for (const auto& [id, mean] : means) publish(id, mean);
   send_used_after_all();
-  collect_means();
+  take_means([this](BucketId id, const at::Tensor& mean) { publish(id, mean); });
   times_.communication_end = StepTimes::now();
   for (const auto& wait : std::exchange(final_waits_, {})) wait();
   check_unused_option();
@@ -222,22 +230,24 @@ void Reducer::finish() {
   progress_->enter(Stage::kBetweenSteps);
 }
 
-void Reducer::collect_means() {
+/// Waits for the buckets on their way, one after the other, in the order in which they left.
+void Reducer::take_means(const std::function<void(BucketId, at::Tensor)>& take) {
   std::reverse(in_flight_.begin(), in_flight_.end());  // taken from the back
   while (!in_flight_.empty()) {
     const InFlight next = std::move(in_flight_.back());
     in_flight_.pop_back();
     progress_->enter(Stage::kBucketWait, index(next.bucket));
-    publish(next.bucket, naming(next.bucket, [&] { return next.mean->wait(); }));
+    take(next.bucket, naming(next.bucket, [&] { return next.mean->wait(); }));
   }
 }
 
 /// Buckets that were held back because nobody used them in the last step, and that somebody has used in this one.
 void Reducer::send_used_after_all() {
   for (const BucketId id : std::exchange(skipped_, {})) {
-    if (!is_skipped(id)) send_bucket(id);
+    if (is_skipped(id)) continue;
+    send_bucket(id);
+    ++num_sent_;
   }
-  num_sent_ = in_flight_.size();
 }
 
 void Reducer::exchange_usage() {
@@ -266,6 +276,7 @@ void Reducer::recover() {
   try {
     start_guard(false);
     (void)guard_.finish();
+    guard_passed_ = false;
   } catch (const std::exception&) {  // the same holds for what follows
   }
   const BucketRange rest = tracker_->finish();

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -176,7 +177,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   auto naming(BucketId id, const Step& step);
   void on_backward_ended(int backward);
   void finish();
-  void collect_means();
+  void take_means(const std::function<void(BucketId, at::Tensor)>& take);
   void send_used_after_all();
   /// From the first sign of a backward until its means are published.
   [[nodiscard]] bool in_pass() const { return phase_ > Phase::kArmed; }
@@ -191,6 +192,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void warn_once(Code code, const std::string& text);
   void check_frozen();
   void check_announced(ParamId id);
+  void check_switch();
   void check_cleared(ParamId id);
   void check_silent_backward();
   void report_local_gradients();
@@ -233,7 +235,9 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   int64_t forwards_ = 0;           // since the last pass
   int64_t passes_ = 0;             // that this rank took part in, whatever came of them
   int64_t plan_fingerprint_ = 0;
-  std::string unusable_;  // why no further collective may be issued; empty: all is well
+  bool guard_passed_ = false;              // in this pass already
+  std::array<int64_t, 3> agreed_sizes_{};  // mode, plan and hook that all ranks had when they last agreed
+  std::string unusable_;                   // why no further collective may be issued; empty: all is well
   BackwardKind backward_kind_ = BackwardKind::kAccumulate;
   bool switch_reduces_ = true;                    // what the user's switch says now
   std::vector<uint32_t> expected_;                // scratch: reports to wait for, by ParamId
@@ -254,6 +258,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   std::function<void(ParamId)> published_observer_;
   int64_t steps_without_unused_ = 0;
   std::set<Code> warned_;                    // said once already
+  std::string missing_because_;              // why the last backward left gradients out
   std::set<std::vector<ParamId>> reported_;  // sets of local gradients named already
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> frozen_;
   std::vector<std::string> frozen_names_;

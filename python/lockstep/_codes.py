@@ -33,6 +33,7 @@ class Code(enum.IntEnum):
     BAD_OPTION = 114
     BAD_ARGUMENT = 115
     WRONG_BUILD = 116
+    WRONG_DEVICES = 117
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.

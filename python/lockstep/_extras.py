@@ -24,8 +24,9 @@ class Extras:
     def sync_gradients(self) -> None:
         """Average the gradients accumulated so far over the ranks, without another forward. Collective.
 
-        For the end of an epoch that leaves micro-batches of ``no_sync`` behind. Honours the comm hook and bucket views. A
-        parameter without a gradient on every rank keeps none; where only some ranks have one, the others count as zeros.
+        For the end of an epoch that leaves micro-batches of ``no_sync`` behind. Honours the comm hook and bucket
+        views. A parameter without a gradient on every rank keeps none; where only some ranks have one, the others
+        count as zeros.
 
         Raises:
             RuntimeError: a backward that reduces by itself is expected or running.
@@ -58,8 +59,8 @@ class Extras:
     def expect_unused(self, names: Iterable[str]) -> None:
         """Say that the next backward will probably not use these parameters, so that nobody waits for them.
 
-        Only with ``find_unused_parameters=True``, where it saves time when the subset changes from step to step. A wrong
-        hint costs a small reduction more and a warning; the gradients are right in any case.
+        Only with ``find_unused_parameters=True``, where it saves time when the subset changes from step to step. A
+        wrong hint costs a small reduction more and a warning; the gradients are right in any case.
 
         Args:
             names: of parameters, or of submodules whose parameters are all meant.
@@ -80,8 +81,8 @@ class Extras:
     def register_reduced_hook(self, hook: Callable[[torch.nn.Parameter], Any]) -> RemovableHandle:
         """Have ``hook(parameter)`` called whenever a parameter's mean gradient was published.
 
-        It runs at the end of backward, in the thread that called it, while the engine is locked: an optimizer step on the
-        parameter is fine, a call of this model is not.
+        It runs at the end of backward, in the thread that called it, while the engine is locked: an optimizer step
+        on the parameter is fine, a call of this model is not.
         """
         hooks: OrderedDict[int, Callable[[torch.nn.Parameter], Any]] = self.__dict__.setdefault(
             "_reduced_hooks", OrderedDict()
@@ -164,7 +165,10 @@ class Extras:
             what = ""
         _parameters.note_wrapper(self.module, self)
         if what:
-            text = f"{what}. Gradients are reduced by each wrapper whose forward runs. Wrap the model once, at the outside."
+            text = (
+                f"{what}. Gradients are reduced by each wrapper whose forward runs. Wrap the model once, "
+                f"at the outside."
+            )
             warnings.warn(tagged(Code.WRAPPED_TWICE, text), stacklevel=2)
 
     def _compare_initial_buffers(self) -> None:
@@ -204,7 +208,8 @@ class Extras:
                 RuntimeError,
                 Code.ADDED_PARAMETER,
                 f"{len(added)} trainable parameters were added or replaced after the module was wrapped: "
-                f"{', '.join(added[:20])}. They would not be reduced, and ranks would drift apart. Wrap the module again "
+                f"{', '.join(added[:20])}. They would not be reduced, and ranks would drift apart. Wrap the "
+                f"module again "
                 "after changing its parameters.",
             )
 
@@ -213,8 +218,10 @@ class Extras:
         self._fail(
             TypeError,
             Code.OUTPUT_TYPE,
-            f"forward returned a {type(output).__module__}.{type(output).__qualname__} in which no tensor can be found, but "
-            f"{option}=True needs the outputs of forward. Return tensors in a list, tuple, dict or dataclass, or explain "
+            f"forward returned a {type(output).__module__}.{type(output).__qualname__} in which no tensor can "
+            f"be found, but "
+            f"{option}=True needs the outputs of forward. Return tensors in a list, tuple, dict or dataclass, "
+            f"or explain "
             "the class with lockstep.register_output_type(cls, flatten).",
         )
 
@@ -246,7 +253,10 @@ class Extras:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("__") or not hasattr(module, name):
                 raise
-            text = f"{error}; did you mean `.module.{name}`? (Note: what runs through `.module` is not reduced; see `call`.)"
+            text = (
+                f"{error}; did you mean `.module.{name}`? (Note: what runs through `.module` is not "
+                f"reduced; see `call`.)"
+            )
             raise AttributeError(tagged(Code.NO_SUCH_ATTRIBUTE, text)) from None
 
     def _check_default_group(self) -> None:

@@ -25,8 +25,8 @@ def dump_state() -> dict[str, dict[int, dict[str, Any] | None]]:
     collective. A line is at most a second old.
 
     Returns:
-        "0: ClassName" -> rank -> {"stage", "step", "since" (seconds), "detail", "sentence"}, or None for a rank that has
-        not been heard of. Only this rank is known when the group has no store, or one written in Python.
+        "0: ClassName" -> rank -> {"stage", "step", "since" (seconds), "detail", "sentence"}, or None for a rank that
+        has not been heard of. Only this rank is known when the group has no store, or one written in Python.
     """
     return {
         f"{number}: {type(model.module).__name__}": model.reducer.standings()

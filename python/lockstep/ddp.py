@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from lockstep import _C, _codes, _compat
+from lockstep._buffers import Buffers, check_devices
 from lockstep._build_check import build_info
 from lockstep._codes import Code, tagged
 from lockstep._extras import Extras
@@ -24,7 +25,7 @@ from lockstep._reducer import Reducer
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
 
-class DistributedDataParallel(Extras, TorchDDP):
+class DistributedDataParallel(Extras, Buffers, TorchDDP):
     """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
 
     Takes the arguments of torch's class, of every supported version, and means the same by them. It is a subclass, so
@@ -84,12 +85,14 @@ class DistributedDataParallel(Extras, TorchDDP):
             raise NotImplementedError(
                 tagged(
                     Code.MIXED_PRECISION,
-                    "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` argument. "
+                    "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` "
+                    "argument. "
                     "Use torch.autocast around forward, or a half-precision comm hook for half the bytes on the wire.",
                 )
             )
         if self._passes_through(module, allow_passthrough):
             return
+        check_devices(module, device_ids, output_device)
         self._set_watch_options(strict, check_sync_every, stall_threshold, uneven_forwards)
         # Torch would check and copy the model with its own collectives; `_ddp_init_helper` does it with ours.
         self._init_sync_due = init_sync
@@ -224,11 +227,6 @@ class DistributedDataParallel(Extras, TorchDDP):
         # Under no_grad in eval mode forward changes no buffer, and one rank may evaluate alone.
         return bool(super().will_sync_module_buffers()) and (torch.is_grad_enabled() or self.training)
 
-    def _distributed_broadcast_coalesced(
-        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        self.reducer.copy_from(tensors, buffer_size, authoritative_rank)
-
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
         # As torch's, but it respects no_sync and somebody waits for the result.
         if self.require_backward_grad_sync:
@@ -334,7 +332,8 @@ class DistributedDataParallel(Extras, TorchDDP):
                 RuntimeError,
                 tagged(
                     Code.HOOK_TWICE,
-                    f"register_comm_hook or register_builtin_comm_hook can only be called once; '{self._engine_hook}' is "
+                    f"register_comm_hook or register_builtin_comm_hook can only be called once; "
+                    f"'{self._engine_hook}' is "
                     f"registered already and '{name}' would replace it. Combine both in one hook.",
                 ),
             )
