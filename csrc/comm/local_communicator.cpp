@@ -19,12 +19,6 @@ TransferPtr copied(at::Tensor& output, const at::Tensor& input) {
 
 }  // namespace
 
-// Shared by all communicators; a backend that averages by itself overrides it.
-TransferPtr Communicator::average(at::Tensor data) {
-  data.div_(size());
-  return sum(std::move(data));
-}
-
 TransferPtr LocalCommunicator::sum(at::Tensor /*data*/) { return done(); }
 TransferPtr LocalCommunicator::max(at::Tensor /*data*/) { return done(); }
 TransferPtr LocalCommunicator::broadcast(at::Tensor /*data*/, int /*root*/) { return done(); }
