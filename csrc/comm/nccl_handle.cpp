@@ -118,8 +118,9 @@ NcclHandle::NcclHandle(c10d::Store& store, int rank, int size, const NcclOptions
   const ncclUniqueId id = shared_id(store, rank, options, deadline);
   store.set(joined_key(rank), std::vector<uint8_t>{1});
 
+  // Also what reports success goes on in the background: ncclCommSplit returns before it is done.
   const auto check = [&](ncclResult_t result, ncclComm_t comm) {
-    if (result == ncclInProgress) result = settled(comm, deadline);
+    if (result == ncclSuccess || result == ncclInProgress) result = settled(comm, deadline);
     if (result == ncclSuccess) return;
     if (result == ncclInProgress) {
       fail(
@@ -151,6 +152,7 @@ NcclHandle::NcclHandle(c10d::Store& store, int rank, int size, const NcclOptions
     throw;
   }
   comm_.reset(*split);
+  if (!comm_) fail("[rank {}] NCCL split off no communicator, and gave no reason.", rank);
   if (!options.split_share) {
     run_within(kNcclFarewell, [comm = joined_.release()] { (void)ncclCommDestroy(comm); });
   }

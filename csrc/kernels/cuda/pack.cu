@@ -15,8 +15,7 @@ namespace lockstep::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // reads in flight per thread
-constexpr uint32_t kTileBytes = kThreads * kUnroll * 16;
+constexpr uint32_t kTileBytes = kThreads * 4 * sizeof(uint4);  // one pass of a block over its tile at best
 
 // Lengths and offsets on the device are counted in units of 2 bytes, which divide every element: one kernel copies all
 // dtypes, and 32 bits reach far enough.
@@ -103,24 +102,38 @@ __device__ Word transformed(Word word, const Op& op) {
   return word;
 }
 
-/// The run that `tile` belongs to: the last one that does not start after it. Eight ways a step: a fresh block waits
-/// for each step in turn, but not for the reads inside one.
+/// The run that `tile` belongs to, which is the last one that does not start after it. All threads of the block look at
+/// once and get the same answer.
+///
+/// The table is read as memory, though it lies in the parameters. Read as constants, by any search, each step would
+/// miss the cache of constants in every fresh block: on an H200 that halved the bandwidth of buckets with 1000
+/// gradients.
 template <int kCapacity>
 __device__ int run_of(const Table<kCapacity>& table, uint32_t tile) {
-  constexpr int kWays = 8;
-  int stride = 1;
-  while (stride * kWays < kCapacity) stride *= kWays;
-  int found = 0;
-  for (; stride > 0; stride /= kWays) {
-    int passed = 0;
+  const uint32_t* first_tile = table.first_tile;
+  asm volatile("" : "+l"(first_tile));  // hides from the compiler where that is
+  constexpr int kReads = (kCapacity + kThreads - 1) / kThreads;
+  uint32_t starts[kReads];
 #pragma unroll
-    for (int way = 1; way < kWays; ++way) {
-      const int probe = found + way * stride;
-      passed += probe < table.num_runs && table.first_tile[probe] <= tile;
-    }
-    found += passed * stride;
+  for (int k = 0; k < kReads; ++k) {
+    const int index = k * kThreads + static_cast<int>(threadIdx.x);
+    starts[k] = index < table.num_runs ? first_tile[index] : ~uint32_t{0};
   }
-  return found;
+  int passed = 0;
+#pragma unroll
+  for (const uint32_t start : starts) passed += start <= tile;
+
+  constexpr int kWarps = kThreads / 32;
+  __shared__ int passed_by[kWarps];
+  int of_warp = passed;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) of_warp += __shfl_xor_sync(~0U, of_warp, step);
+  if (threadIdx.x % 32 == 0) passed_by[threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  int all = 0;
+#pragma unroll
+  for (const int of_one : passed_by) all += of_one;
+  return all - 1;
 }
 
 /// Moves `bytes` by words, and what does not fill a word at either end by elements. Both sides lie equally modulo the
@@ -128,6 +141,7 @@ __device__ int run_of(const Table<kCapacity>& table, uint32_t tile) {
 template <typename Word, typename Op>
 __device__ void move_words(const char* from, char* to, uint32_t bytes, const Op& op) {
   using Value = typename Op::Value;
+  constexpr uint32_t kUnroll = sizeof(Word) < 16 ? 8 : 4;
   const auto misplaced = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(to) % sizeof(Word));
   const uint32_t head = min(static_cast<uint32_t>((sizeof(Word) - misplaced) % sizeof(Word)), bytes);
   const uint32_t words = (bytes - head) / sizeof(Word);
