@@ -56,8 +56,8 @@ build() {
   "$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     { python=OFF; echo "no Python.h here: the Python module is left out"; }
   cmake -S . -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DLOCKSTEP_CUDA=on -DLOCKSTEP_TESTS=ON \
-    -DLOCKSTEP_PYTHON=$python -DPython_EXECUTABLE="$(command -v "$PYTHON")" && cmake --build "$BUILD" || return
-  [ $python = ON ] || return 0
+    -DLOCKSTEP_PYTHON="$python" -DPython_EXECUTABLE="$(command -v "$PYTHON")" && cmake --build "$BUILD" || return
+  [ "$python" = ON ] || return 0
   mkdir -p "$BUILD/site" && cp -r python/lockstep "$BUILD/site/" || return
   local component
   for component in cpp python; do
