@@ -21,6 +21,7 @@ lockstep_add_python_module(_C
   csrc/python/module.cpp
   csrc/python/bind_communicator.cpp
   csrc/python/bind_reducer.cpp
+  csrc/python/bind_watch.cpp
   csrc/python/python_hook.cpp
   csrc/python/torch_logger.cpp)
 target_precompile_headers(_C PRIVATE csrc/python/pch.h)

@@ -17,7 +17,7 @@ from pathlib import Path
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "core": (),
     "kernels": (),
-    "comm": (),
+    "comm": ("core/",),
     "buckets": ("core/", "kernels/"),
     "hooks": ("core/", "buckets/", "comm/", "kernels/"),
     "reducer": ("core/", "buckets/", "comm/", "hooks/comm_hook.h"),

@@ -28,11 +28,28 @@ std::vector<Chunk> chunks_of(const std::vector<at::Tensor>& tensors, int64_t chu
       place = open.insert_or_assign(kind, chunks.size()).first;
       chunks.emplace_back();
     }
-    chunks[place->second].tensors.push_back(tensor.detach());
+    chunks[place->second].tensors.push_back(tensor);
     chunks[place->second].bytes += static_cast<int64_t>(tensor.nbytes());
   }
   return chunks;
 }
+
+/// Says that this replica waits for the others, and afterwards that it does what it did before.
+class Waiting {
+ public:
+  explicit Waiting(Progress& progress) : progress_(progress), before_(progress.stage()) {
+    progress_.enter(Stage::kBufferWait);
+  }
+  ~Waiting() {
+    if (progress_.stage() == Stage::kBufferWait) progress_.enter(before_);
+  }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+ private:
+  Progress& progress_;
+  Stage before_;
+};
 
 at::Tensor flatten(const Chunk& chunk) {
   std::vector<at::Tensor> parts;
@@ -43,34 +60,56 @@ at::Tensor flatten(const Chunk& chunk) {
   return at::cat(parts);
 }
 
-void unflatten(const Chunk& chunk, const at::Tensor& flat) {
+/// Where the values that arrive are written.
+enum class Target { kInPlace, kNewMemory };
+
+void unflatten(const Chunk& chunk, const at::Tensor& flat, Target target) {
   int64_t offset = 0;
   for (const at::Tensor& tensor : chunk.tensors) {
     const int64_t numel = tensor.numel() * (tensor.is_complex() ? 2 : 1);
     at::Tensor part = flat.narrow(0, offset, numel);
     offset += numel;
     if (tensor.is_complex()) part = at::view_as_complex(part.view({-1, 2}));
-    tensor.copy_(part.view(tensor.sizes()));
+    if (target == Target::kInPlace) {
+      tensor.copy_(part.view(tensor.sizes()));
+    } else {
+      tensor.set_data(at::empty_like(tensor).copy_(part.view(tensor.sizes())));
+    }
   }
 }
 
 }  // namespace
 
-Replica::Replica(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options)
-    : comm_(std::move(comm)),
-      reducer_(Reducer::create(std::move(params), comm_, std::move(options), make_comm_hook("allreduce"))) {}
+Replica::Replica(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
+                 std::shared_ptr<Progress> progress)
+    : progress_(std::move(progress)),
+      comm_(std::move(comm)),
+      reducer_(Reducer::create(std::move(params), comm_, std::move(options), make_comm_hook("allreduce"), progress_)) {}
+
+void Replica::reset(std::shared_ptr<Communicator> comm) {
+  comm_ = std::move(comm);
+  reducer_->reset(comm_);
+}
 
 void Replica::verify_same_model() {
+  const Waiting waiting(*progress_);
   lockstep::verify_same_model(*comm_, reducer_->params().tensors, reducer_->params().names);
 }
 
-void Replica::copy_from_rank_zero(const std::vector<at::Tensor>& tensors, int64_t chunk_bytes) {
+void Replica::assert_in_sync(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names) {
+  const Waiting waiting(*progress_);
+  verify_same_values(*comm_, tensors, names);
+}
+
+void Replica::copy_from(const std::vector<at::Tensor>& tensors, int64_t chunk_bytes, int root) {
+  const Waiting waiting(*progress_);
+  const Target target = reducer_->expects_backward() ? Target::kNewMemory : Target::kInPlace;
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView no_versions;
   for (const Chunk& chunk : chunks_of(tensors, chunk_bytes)) {
     const at::Tensor flat = flatten(chunk);
-    comm_->broadcast(flat, 0)->wait();
-    if (comm_->rank() != 0) unflatten(chunk, flat);
+    comm_->broadcast(flat, root)->wait();
+    if (comm_->rank() != root) unflatten(chunk, flat, target);
   }
 }
 

@@ -126,19 +126,20 @@ at::Tensor GradBuffers::slot_view(const at::Tensor& flat, ParamId id) const {
 void GradBuffers::check_grad(ParamId id, const at::Tensor& grad) const {
   const at::Tensor& param = params_->tensors[index(id)];
   if (grad.scalar_type() != param.scalar_type()) {
-    fail("the gradient of {} has dtype {}, but its bucket expects {}. {}.", params_->label(id),
+    fail(Code::kGradientChanged, "the gradient of {} has dtype {}, but its bucket expects {}. {}.", params_->label(id),
          c10::toString(grad.scalar_type()), c10::toString(param.scalar_type()), kWhyDtypesMatter);
   }
   if (grad.layout() != at::kStrided) {
-    fail(
-        "the gradient of {} is sparse, but a dense one was expected. A parameter gets a bucket for sparse gradients "
-        "when its module is an Embedding or EmbeddingBag with sparse=True and uses it alone.",
-        params_->label(id));
+    fail(Code::kGradientLayout,
+         "the gradient of {} is sparse, but a dense one was expected. A parameter gets a bucket for sparse gradients "
+         "when its module is an Embedding or EmbeddingBag with sparse=True and uses it alone.",
+         params_->label(id));
   }
   const at::Tensor& slot_owner = memory_[index(plan_->slot(id).bucket)];
   if (grad.device() != slot_owner.device() || grad.numel() != param.numel()) {
-    fail("the gradient of {} has {} elements on {}, but its bucket expects {} on {}. {}.", params_->label(id),
-         grad.numel(), grad.device().str(), param.numel(), slot_owner.device().str(), kWhyDtypesMatter);
+    fail(Code::kGradientChanged, "the gradient of {} has {} elements on {}, but its bucket expects {} on {}. {}.",
+         params_->label(id), grad.numel(), grad.device().str(), param.numel(), slot_owner.device().str(),
+         kWhyDtypesMatter);
   }
 }
 
@@ -174,7 +175,7 @@ Segment GradBuffers::segment_of(ParamId id, Direction direction, const at::Tenso
 
 void GradBuffers::absorb(BucketId id, double scale, const PresenceOf& presence) {
   const Bucket& bucket = plan_->bucket(id);
-  if (bucket.sparse) return absorb_sparse(id, scale, presence);
+  if (bucket.sparse) return absorb_sparse(id, scale);
   const bool views = placement_ == GradPlacement::kBucketView;
   if (!memory_[index(id)].defined()) memory_[index(id)] = allocate(id);
   const at::Tensor& flat = memory_[index(id)];
@@ -202,18 +203,18 @@ void GradBuffers::move_out(ParamId id) {
   if (grad.defined() && grad.is_same(views_[index(id)])) grad = grad.detach().clone();
 }
 
-void GradBuffers::absorb_sparse(BucketId id, double scale, const PresenceOf& presence) {
+void GradBuffers::absorb_sparse(BucketId id, double scale) {
   const ParamId param = plan_->bucket(id).params.front();
   const at::Tensor& grad = grad_of(params_->tensors[index(param)]);
-  if (!grad.defined() || (presence && presence(param) == Presence::kAbsent)) {
+  if (!grad.defined()) {
     memory_[index(id)] = empty_sparse_like(params_->tensors[index(param)]);
     return;
   }
   if (grad.layout() != at::kSparse) {
-    fail(
-        "the gradient of {} is dense, but a sparse one was expected because its module has sparse=True. The other "
-        "ranks send a sparse one, so this step cannot finish. Use the parameter only in that module, or sparse=False.",
-        params_->label(param));
+    fail(Code::kGradientLayout,
+         "the gradient of {} is dense, but a sparse one was expected because its module has sparse=True. The other "
+         "ranks send a sparse one, so this step cannot finish. Use the parameter only in that module, or sparse=False.",
+         params_->label(param));
   }
   memory_[index(id)] = grad.detach().mul(scale);
 }

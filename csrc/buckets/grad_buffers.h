@@ -65,7 +65,7 @@ class GradBuffers {
   using Predicate = std::function<bool(ParamId)>;
 
   /// Fills the bucket with `scale` times the gradients; one that does not exist counts as zeros.
-  /// @param presence  empty: all are inside.
+  /// @param presence  empty: all are inside. Not asked for sparse gradients, which never lie in a bucket.
   /// @throws lockstep::Error  a gradient's dtype, device, shape or layout kind is not its parameter's.
   void absorb(BucketId id, double scale, const PresenceOf& presence);
 
@@ -95,7 +95,7 @@ class GradBuffers {
 
   void move_out(ParamId id);
   Segment segment_of(ParamId id, Direction direction, const at::Tensor& flat);
-  void absorb_sparse(BucketId id, double scale, const PresenceOf& presence);
+  void absorb_sparse(BucketId id, double scale);
   void check_grad(ParamId id, const at::Tensor& grad) const;
   bool in_slot_order(ParamId id, const at::Tensor& grad) const;
 

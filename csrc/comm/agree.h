@@ -22,6 +22,18 @@ namespace lockstep {
 void verify_same_model(Communicator& comm, const std::vector<at::Tensor>& params,
                        const std::vector<std::string>& names);
 
+/// Checks that `tensors` hold the same bits, shapes and dtypes on every rank: one 64-bit checksum of them all, and one
+/// for each tensor only where that one differs. A checksum depends on value and place of every element; two different
+/// tensors have equal ones with a chance of about 2^-64. On a device the host waits for it.
+///
+/// Collective. When ranks differ, **every** rank raises the same text: the first tensors that differ from rank 0's, and
+/// on which ranks.
+///
+/// @param names  one per tensor.
+/// @throws lockstep::Error  the ranks differ.
+void verify_same_values(Communicator& comm, const std::vector<at::Tensor>& tensors,
+                        const std::vector<std::string>& names);
+
 /// Replaces `values` (int32 on the host) by those of rank 0. Collective.
 /// @param device  where the exchange happens: CPU for gloo, the model's device for NCCL.
 void adopt_from_rank_zero(Communicator& comm, std::vector<int32_t>& values, at::Device device);

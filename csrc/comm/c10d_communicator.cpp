@@ -15,27 +15,50 @@ using c10d::ReduceOp;
 class C10dTransfer : public Transfer {
  public:
   C10dTransfer(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors)
-      : work_(std::move(work)), tensors_(std::move(tensors)) {}
+      : work_(std::move(work)), tensors_(std::move(tensors)), on_host_(tensors_.front().is_cpu()) {}
 
-  void wait() override {
-    // A false return means an aborted collective whose data is not what anybody asked for.
-    if (!work_->wait()) fail("a collective was aborted before it finished; its result must not be used");
+  void wait() override { (void)wait_for(kNoTimeout); }
+
+  bool wait_for(std::chrono::milliseconds patience) override {
+    if (!on_host_) patience = kNoTimeout;  // streams wait, and only a timeout would make the host wait too
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      // A false return means an aborted collective whose data is not what anybody asked for.
+      if (!work_->wait(patience)) {
+        fail(Code::kAborted, "a collective was aborted before it finished; its result must not be used");
+      }
+    } catch (const c10::Error&) {
+      // c10d raises when its patience ends, which leaves the collective as it was.
+      const bool in_time = std::chrono::steady_clock::now() - start < patience;
+      if (patience == kNoTimeout || in_time || work_->isCompleted()) throw;
+      return false;
+    }
     tensors_.clear();
+    return true;
   }
 
- private:
+ protected:
   c10::intrusive_ptr<c10d::Work> work_;
+
+ private:
   std::vector<at::Tensor> tensors_;  // groups written in Python need not keep them alive
+  bool on_host_;
 };
 
 /// A reduction on the host. Groups written in Python may leave the sum in their future instead of in the tensor.
 class HostReduction final : public C10dTransfer {
  public:
   HostReduction(c10::intrusive_ptr<c10d::Work> work, at::Tensor data)
-      : C10dTransfer(work, {data}), work_(std::move(work)), data_(std::move(data)) {}
+      : C10dTransfer(std::move(work), {data}), data_(std::move(data)) {}
 
-  void wait() override {
-    C10dTransfer::wait();
+  bool wait_for(std::chrono::milliseconds patience) override {
+    if (!C10dTransfer::wait_for(patience)) return false;
+    adopt_future();
+    return true;
+  }
+
+ private:
+  void adopt_future() {
     c10::intrusive_ptr<c10::ivalue::Future> future;
     try {
       future = work_->getFuture();
@@ -48,8 +71,6 @@ class HostReduction final : public C10dTransfer {
     if (!sum.is_sparse() && !sum.is_alias_of(data_)) data_.copy_(sum);
   }
 
- private:
-  c10::intrusive_ptr<c10d::Work> work_;
   at::Tensor data_;
 };
 
@@ -63,12 +84,21 @@ TransferPtr reduce(c10d::ProcessGroup& group, at::Tensor data, ReduceOp::RedOpTy
   return std::make_unique<C10dTransfer>(std::move(work), std::move(tensors));
 }
 
+/// Of the backend that was asked for by name; groups written in Python may not know any.
+std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
+  try {
+    if (const auto options = group.getDefaultBackend()->getBackendOptions()) return options->timeout;
+  } catch (const std::exception&) {
+  }
+  return kProcessGroupDefaultTimeout;
+}
+
 std::vector<at::Tensor> chunks(const at::Tensor& data, int count) { return data.view({count, -1}).unbind(0); }
 
 }  // namespace
 
 C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
-    : group_(std::move(group)), rank_(group_->getRank()), size_(group_->getSize()) {}
+    : group_(std::move(group)), rank_(group_->getRank()), size_(group_->getSize()), timeout_(timeout_of(*group_)) {}
 
 std::string C10dCommunicator::name() const { return group_->getBackendName(); }
 

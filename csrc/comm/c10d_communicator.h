@@ -24,11 +24,13 @@ class C10dCommunicator final : public Communicator {
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
   TransferPtr all_to_all(at::Tensor output, at::Tensor input) override;
   TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override;
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   int rank_;
   int size_;
+  std::chrono::milliseconds timeout_;
 };
 
 }  // namespace lockstep

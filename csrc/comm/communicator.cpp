@@ -3,23 +3,41 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
 #include <vector>
+
+#include "core/error.h"
 
 namespace lockstep {
 namespace {
 
+/// Several transfers as one. Each is awaited once, in order.
 class Transfers final : public Transfer {
  public:
   explicit Transfers(std::vector<TransferPtr> parts) : parts_(std::move(parts)) {}
+
   void wait() override {
-    for (const TransferPtr& part : parts_) part->wait();
+    for (; next_ < parts_.size(); ++next_) parts_[next_]->wait();
+  }
+  bool wait_for(std::chrono::milliseconds patience) override {
+    while (next_ < parts_.size() && parts_[next_]->wait_for(patience)) ++next_;
+    return next_ == parts_.size();
   }
 
  private:
   std::vector<TransferPtr> parts_;
+  size_t next_ = 0;
 };
 
 }  // namespace
+
+void Communicator::outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout();
+  while (!wait_for(std::chrono::milliseconds(100))) {
+    if (std::chrono::steady_clock::now() < deadline) continue;
+    fail(Code::kStalled, "nothing came within the process group's timeout of {} ms", timeout().count());
+  }
+}
 
 TransferPtr Communicator::average(at::Tensor data) {
   data.div_(size());

@@ -3,11 +3,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 
 namespace lockstep {
+
+class Monitor;
 
 /// A collective on its way. Destroying it does not cancel the collective.
 class Transfer {
@@ -17,6 +21,13 @@ class Transfer {
   /// Orders what follows after the collective: the host waits on CPU, the current stream waits on a device.
   /// @throws lockstep::Error or c10::Error  the collective failed or timed out. May be called once.
   virtual void wait() = 0;
+
+  /// Like `wait`, but gives up after about `patience` and returns false; may be called again then. A backend that
+  /// cannot give up waits for the end.
+  virtual bool wait_for(std::chrono::milliseconds /*patience*/) {
+    wait();
+    return true;
+  }
 };
 
 using TransferPtr = std::unique_ptr<Transfer>;
@@ -51,6 +62,14 @@ class Communicator {
   virtual TransferPtr all_to_all(at::Tensor output, at::Tensor input) = 0;
   /// `output` (n elements) becomes the sum over ranks of chunk rank() of `input` (size() * n elements).
   virtual TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;
+
+  /// Blocks until `wait_for(patience)` returns true: for waits that are not those of a Transfer.
+  /// @throws lockstep::Error  `timeout` has passed.
+  virtual void outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for);
+  /// How long a rank waits for the others before it is an error.
+  [[nodiscard]] virtual std::chrono::milliseconds timeout() const { return std::chrono::minutes(30); }
+  /// What knows where the other ranks stand, or null.
+  [[nodiscard]] virtual std::shared_ptr<Monitor> monitor() const { return nullptr; }
 };
 
 }  // namespace lockstep

@@ -82,7 +82,7 @@ class FlightLog {
   /// Forgets what has landed and returns the oldest flight that has not. Not while this thread captures a graph.
   [[nodiscard]] Oldest oldest();
 
-  /// The end of everything. The first report counts.
+  /// The end of everything. The first report counts; it carries its code.
   void fail_all(std::string report);
   [[nodiscard]] bool failed() const;
   /// @throws lockstep::Error  with the report, if there is one.

@@ -116,6 +116,7 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] int rank() const override { return rank_; }
   [[nodiscard]] int size() const override { return size_; }
   [[nodiscard]] std::string name() const override { return "nccl"; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
 
   TransferPtr sum(at::Tensor data) override { return reduce("all-reduce", std::span(&data, 1), ncclSum); }
   TransferPtr max(at::Tensor data) override { return reduce("all-reduce (max)", std::span(&data, 1), ncclMax); }
@@ -167,10 +168,10 @@ NcclCommunicator::~NcclCommunicator() {
     handle_.close();
     return;
   }
-  log_->fail_all(fmt::format(
-      "[rank {}] the NCCL communicator was destroyed while {} was on its way; its result must not be used. Wait for "
-      "every transfer first.",
-      rank_, oldest.flight->label()));
+  log_->fail_all(coded(Code::kAborted, fmt::format("[rank {}] the NCCL communicator was destroyed while {} was on its "
+                                                   "way; its result must not be used. Wait for "
+                                                   "every transfer first.",
+                                                   rank_, oldest.flight->label())));
   handle_.abort();
 }
 
@@ -184,10 +185,10 @@ void NcclCommunicator::admit(const char* collective, const at::Tensor& tensor, O
     reason = "has gaps between its elements or an order of its own";
   }
   if (reason == nullptr) return;
-  fail(
-      "[rank {}] {} was given a tensor of size {} on {} that {}. This communicator moves dense memory of {}. Copy the "
-      "tensor there (contiguous, dense), or use the process group.",
-      rank_, collective, fmt::join(tensor.sizes(), "x"), tensor.device().str(), reason, device_.str());
+  fail(Code::kNcclRefused,
+       "[rank {}] {} was given a tensor of size {} on {} that {}. This communicator moves dense memory of {}. Copy the "
+       "tensor there (contiguous, dense), or use the process group.",
+       rank_, collective, fmt::join(tensor.sizes(), "x"), tensor.device().str(), reason, device_.str());
 }
 
 /// Checks that `output` has `output_times` and `input` has `input_times` as many elements as their common chunk.
@@ -199,19 +200,19 @@ void NcclCommunicator::admit_pair(const char* collective, const at::Tensor& outp
       output.numel() / output_times * input_times == input.numel()) {
     return;
   }
-  fail(
-      "[rank {}] {} over {} ranks was given {} elements of {} as output and {} of {} as input: output must be {} and "
-      "input {} times one chunk, of one dtype.",
-      rank_, collective, size_, output.numel(), c10::toString(output.scalar_type()), input.numel(),
-      c10::toString(input.scalar_type()), output_times, input_times);
+  fail(Code::kNcclRefused,
+       "[rank {}] {} over {} ranks was given {} elements of {} as output and {} of {} as input: output must be {} and "
+       "input {} times one chunk, of one dtype.",
+       rank_, collective, size_, output.numel(), c10::toString(output.scalar_type()), input.numel(),
+       c10::toString(input.scalar_type()), output_times, input_times);
 }
 
 Wire NcclCommunicator::wire_of(const at::Tensor& tensor, ncclRedOp_t op) const {
   const bool pairs = tensor.is_complex();
   const auto type = wire_type(pairs ? c10::toRealValueType(tensor.scalar_type()) : tensor.scalar_type());
   if (!type || (pairs && op != ncclSum)) {
-    fail("[rank {}] NCCL has no {} of {} tensors. Convert the tensor first.", rank_, op == ncclSum ? "sum" : "maximum",
-         c10::toString(tensor.scalar_type()));
+    fail(Code::kNcclRefused, "[rank {}] NCCL has no {} of {} tensors. Convert the tensor first.", rank_,
+         op == ncclSum ? "sum" : "maximum", c10::toString(tensor.scalar_type()));
   }
   // A sum of truth values is true where any is, which is their largest.
   const bool truth = tensor.scalar_type() == at::kBool;
@@ -225,10 +226,10 @@ void NcclCommunicator::check(ncclResult_t result, const Flight& flight) const {
   }
   if (result == ncclSuccess) return;
   log_->throw_if_failed();
-  fail(
-      "[rank {}] NCCL could not start {} on {}: {}. The other ranks wait for it, so this step cannot finish. Run with "
-      "NCCL_DEBUG=INFO to see why.",
-      rank_, flight.label(), device_.str(), nccl_reason(result));
+  fail(Code::kReductionFailed,
+       "[rank {}] NCCL could not start {} on {}: {}. The other ranks wait for it, so this step cannot finish. Run with "
+       "NCCL_DEBUG=INFO to see why.",
+       rank_, flight.label(), device_.str(), nccl_reason(result));
 }
 
 /// Puts `launch` between the current stream's work so far and whoever waits for the transfer.
@@ -280,7 +281,8 @@ TransferPtr NcclCommunicator::reduce(const char* collective, std::span<const at:
 
 TransferPtr NcclCommunicator::broadcast(at::Tensor data, int root) {
   admit("broadcast", data, Order::kAny);
-  if (root < 0 || root >= size_) fail("[rank {}] broadcast from rank {} of {} ranks.", rank_, root, size_);
+  if (root < 0 || root >= size_)
+    fail(Code::kNcclRefused, "[rank {}] broadcast from rank {} of {} ranks.", rank_, root, size_);
   return issue("broadcast", {data}, [&] {
     void* memory = data.mutable_data_ptr();
     return ncclBroadcast(memory, memory, data.nbytes(), ncclUint8, root, handle_.get(), stream_);
@@ -326,9 +328,11 @@ std::string nccl_version() { return fmt::format("{}.{}.{}", NCCL_MAJOR, NCCL_MIN
 
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                      const NcclOptions& options) {
-  if (rank < 0 || rank >= size) fail("rank {} of {} ranks asked for an NCCL communicator.", rank, size);
+  if (rank < 0 || rank >= size)
+    fail(Code::kNcclNotJoined, "rank {} of {} ranks asked for an NCCL communicator.", rank, size);
   if (c10::cuda::device_count() == 0) {
-    fail("[rank {}] an NCCL communicator needs a GPU, and this process sees none. Use gloo for a model on the CPU.",
+    fail(Code::kNcclNotJoined,
+         "[rank {}] an NCCL communicator needs a GPU, and this process sees none. Use gloo for a model on the CPU.",
          rank);
   }
   return std::make_shared<NcclCommunicator>(*store, rank, size, options);

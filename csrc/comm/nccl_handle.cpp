@@ -55,7 +55,8 @@ ncclUniqueId shared_id(c10d::Store& store, int rank, const NcclOptions& options,
   if (rank == 0) {
     const ncclResult_t made = ncclGetUniqueId(&id);
     if (made != ncclSuccess) {
-      fail("[rank 0] NCCL could not be started: {}. Run with NCCL_DEBUG=INFO to see why.", nccl_reason(made));
+      fail(Code::kNcclNotJoined, "[rank 0] NCCL could not be started: {}. Run with NCCL_DEBUG=INFO to see why.",
+           nccl_reason(made));
     }
     const auto* bytes = reinterpret_cast<const uint8_t*>(id.internal);
     store.set(kIdKey, std::vector<uint8_t>(bytes, bytes + sizeof(id.internal)));
@@ -73,10 +74,10 @@ ncclUniqueId shared_id(c10d::Store& store, int rank, const NcclOptions& options,
   } catch (const std::exception& error) {
     reason = error.what();
   }
-  fail(
-      "[rank {}] rank 0 has not sent the id of the NCCL communicator within {:.1f} s: {}. All ranks must create the "
-      "communicator together; see whether rank 0 got there, or raise NcclOptions::timeout.",
-      rank, seconds(options.timeout), reason.substr(0, reason.find('\n')));
+  fail(Code::kNcclNotJoined,
+       "[rank {}] rank 0 has not sent the id of the NCCL communicator within {:.1f} s: {}. All ranks must create the "
+       "communicator together; see whether rank 0 got there, or raise NcclOptions::timeout.",
+       rank, seconds(options.timeout), reason.substr(0, reason.find('\n')));
 }
 
 /// "rank 2, 5", the ranks that have not come as far as joining; "no rank" if all have, or the store does not answer.
@@ -123,17 +124,17 @@ NcclHandle::NcclHandle(c10d::Store& store, int rank, int size, const NcclOptions
     if (result == ncclSuccess || result == ncclInProgress) result = settled(comm, deadline);
     if (result == ncclSuccess) return;
     if (result == ncclInProgress) {
-      fail(
-          "[rank {}] the NCCL communicator of {} ranks did not come about within {:.1f} s: {} is missing. See why it "
-          "did not get here (an exception, a crash, another number of processes), whether the machines reach each "
-          "other (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME), or raise NcclOptions::timeout.",
-          rank, size, seconds(options.timeout), missing_ranks(store, size));
+      fail(Code::kNcclNotJoined,
+           "[rank {}] the NCCL communicator of {} ranks did not come about within {:.1f} s: {} is missing. See why it "
+           "did not get here (an exception, a crash, another number of processes), whether the machines reach each "
+           "other (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME), or raise NcclOptions::timeout.",
+           rank, size, seconds(options.timeout), missing_ranks(store, size));
     }
-    fail(
-        "[rank {}] the NCCL communicator of {} ranks could not be created: {}. Each rank needs a GPU of its own and "
-        "the "
-        "same NCCL version; NCCL_DEBUG=INFO shows where it stopped.",
-        rank, size, nccl_reason(result));
+    fail(Code::kNcclNotJoined,
+         "[rank {}] the NCCL communicator of {} ranks could not be created: {}. Each rank needs a GPU of its own and "
+         "the "
+         "same NCCL version; NCCL_DEBUG=INFO shows where it stopped.",
+         rank, size, nccl_reason(result));
   };
 
   ncclConfig_t config = config_of(options, false);
@@ -152,7 +153,7 @@ NcclHandle::NcclHandle(c10d::Store& store, int rank, int size, const NcclOptions
     throw;
   }
   comm_.reset(*split);
-  if (!comm_) fail("[rank {}] NCCL split off no communicator, and gave no reason.", rank);
+  if (!comm_) fail(Code::kNcclNotJoined, "[rank {}] NCCL split off no communicator, and gave no reason.", rank);
   if (!options.split_share) {
     run_within(kNcclFarewell, [comm = joined_.release()] { (void)ncclCommDestroy(comm); });
   }

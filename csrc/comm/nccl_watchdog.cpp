@@ -45,31 +45,39 @@ void NcclWatchdog::run() {
 std::string NcclWatchdog::look() {
   const FlightLog::Oldest oldest = log_->oldest();
   if (oldest.state == Flight::State::kBroken) {
-    return fmt::format(
-        "[rank {}] CUDA failed on cuda:{} before NCCL's {} was over, so no result after it can be trusted. The error "
-        "belongs to an earlier kernel: run with CUDA_LAUNCH_BLOCKING=1 to see which, and restart the process.",
-        who_.rank, who_.device, oldest.flight->label());
+    return coded(
+        Code::kDeviceFailed,
+        fmt::format(
+            "[rank {}] CUDA failed on cuda:{} before NCCL's {} was over, so no result after it can be trusted. The "
+            "error "
+            "belongs to an earlier kernel: run with CUDA_LAUNCH_BLOCKING=1 to see which, and restart the process.",
+            who_.rank, who_.device, oldest.flight->label()));
   }
   ncclResult_t error = ncclSuccess;
   if (const std::unique_lock alone(calls_, std::try_to_lock); alone) error = handle_.async_error();
   if (error != ncclSuccess && error != ncclInProgress) {
-    return fmt::format(
-        "[rank {}] NCCL failed on cuda:{} with {} on its way: {}. Another rank is probably gone; its own output says "
-        "why. The communicator of {} ranks was aborted; restart the run, from a checkpoint.",
-        who_.rank, who_.device, oldest.flight ? oldest.flight->label() : "nothing", nccl_reason(error), who_.size);
+    return coded(Code::kReductionFailed,
+                 fmt::format("[rank {}] NCCL failed on cuda:{} with {} on its way: {}. Another rank is probably gone; "
+                             "its own output says "
+                             "why. The communicator of {} ranks was aborted; restart the run, from a checkpoint.",
+                             who_.rank, who_.device, oldest.flight ? oldest.flight->label() : "nothing",
+                             nccl_reason(error), who_.size));
   }
   return oldest.flight && oldest.age > timeout_ ? stuck(oldest) : std::string();
 }
 
 std::string NcclWatchdog::stuck(const FlightLog::Oldest& oldest) const {
-  return fmt::format(
-      "[rank {}] NCCL's {} on cuda:{} is not over after {:.1f} s ({}). Most likely another rank has not called it: an "
-      "exception, a crash, or another number of steps there. NCCL: {}. The communicator of {} ranks was aborted and "
-      "its "
-      "results must not be used. See what the other ranks did, or raise NcclOptions::timeout ({:.1f} s).",
-      who_.rank, oldest.flight->label(), who_.device, seconds(oldest.age),
-      oldest.state == Flight::State::kIssuing ? "still connecting to the other ranks" : "on the device",
-      nccl_reason(ncclSuccess), who_.size, seconds(timeout_));
+  return coded(
+      Code::kStalled,
+      fmt::format("[rank {}] NCCL's {} on cuda:{} is not over after {:.1f} s ({}). Most likely another rank has not "
+                  "called it: an "
+                  "exception, a crash, or another number of steps there. NCCL: {}. The communicator of {} ranks was "
+                  "aborted and "
+                  "its "
+                  "results must not be used. See what the other ranks did, or raise NcclOptions::timeout ({:.1f} s).",
+                  who_.rank, oldest.flight->label(), who_.device, seconds(oldest.age),
+                  oldest.state == Flight::State::kIssuing ? "still connecting to the other ranks" : "on the device",
+                  nccl_reason(ncclSuccess), who_.size, seconds(timeout_)));
 }
 
 void NcclWatchdog::end(std::string report) {

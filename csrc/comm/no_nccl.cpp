@@ -8,7 +8,8 @@ std::string nccl_version() { return {}; }
 
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::Store>& /*store*/, int rank,
                                                      int /*size*/, const NcclOptions& /*options*/) {
-  fail("[rank {}] this build of lockstep has no NCCL. Rebuild with CUDA, or use the process group as it is.", rank);
+  fail(Code::kNoNccl,
+       "[rank {}] this build of lockstep has no NCCL. Rebuild with CUDA, or use the process group as it is.", rank);
 }
 
 }  // namespace lockstep

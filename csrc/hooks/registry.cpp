@@ -19,7 +19,7 @@ std::unique_ptr<CommHook> make_comm_hook(std::string_view name) {
     if (row.name == name) return row.make();
     known.push_back(row.name);
   }
-  fail("there is no comm hook called '{}'. Known hooks: {}.", name, fmt::join(known, ", "));
+  fail(Code::kUnknownHook, "there is no comm hook called '{}'. Known hooks: {}.", name, fmt::join(known, ", "));
 }
 
 }  // namespace lockstep

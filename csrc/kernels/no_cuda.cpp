@@ -6,10 +6,10 @@ namespace lockstep::cuda {
 namespace {
 
 [[noreturn]] void refuse(const at::Tensor& bucket) {
-  fail(
-      "the model is on {}, but this build of lockstep has no CUDA kernels. Rebuild with nvcc on the PATH and a CUDA "
-      "build of torch (LOCKSTEP_CUDA=on makes the build say what is missing), or keep the model on the CPU.",
-      bucket.device().str());
+  fail(Code::kNoCudaKernels,
+       "the model is on {}, but this build of lockstep has no CUDA kernels. Rebuild with nvcc on the PATH and a CUDA "
+       "build of torch (LOCKSTEP_CUDA=on makes the build say what is missing), or keep the model on the CPU.",
+       bucket.device().str());
 }
 
 }  // namespace

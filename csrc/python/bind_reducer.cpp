@@ -4,10 +4,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "api/replica.h"
-#include "comm/c10d_communicator.h"
-#include "comm/local_communicator.h"
+#include "comm/watched_communicator.h"
 #include "hooks/registry.h"
 #include "python/bindings.h"
+#include "python/held.h"
 #include "python/python_hook.h"
 
 namespace lockstep::python {
@@ -18,15 +18,20 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vector<std::string> names,
                                       std::vector<bool> sparse, const Group& group, GraphKind graph,
                                       bool gradient_as_bucket_view, BucketLimits first_limits, BucketLimits limits,
-                                      bool lazy_buckets, bool skip_unused_buckets) {
+                                      bool lazy_buckets, bool skip_unused_buckets, bool strict, bool uneven_forwards,
+                                      int64_t stall_threshold_ms) {
   ReducerOptions options{.graph = graph,
                          .placement = gradient_as_bucket_view ? GradPlacement::kBucketView : GradPlacement::kOwnMemory,
                          .lifetime = lazy_buckets ? BucketLifetime::kStep : BucketLifetime::kTraining,
                          .skip_unused_buckets = skip_unused_buckets,
+                         .strict = strict,
+                         .uneven_forwards = uneven_forwards,
                          .first_limits = std::move(first_limits),
                          .limits = std::move(limits)};
-  return std::make_shared<Replica>(ParamList{std::move(params), std::move(names), std::move(sparse)},
-                                   std::make_shared<C10dCommunicator>(group), std::move(options));
+  auto progress = std::make_shared<Progress>();
+  auto comm = make_watched_communicator(group, progress, std::chrono::milliseconds(stall_threshold_ms));
+  return std::make_shared<Replica>(ParamList{std::move(params), std::move(names), std::move(sparse)}, std::move(comm),
+                                   std::move(options), std::move(progress));
 }
 
 /// Answers with the sum that `work` leaves in its one-element result.
@@ -59,15 +64,17 @@ void bind_reducer(py::module_& m) {
       .def_readonly("communication_start", &StepTimes::communication_start)
       .def_readonly("communication_end", &StepTimes::communication_end);
 
-  py::class_<Replica, std::shared_ptr<Replica>>(m, "Reducer")
+  py::class_<Replica, std::shared_ptr<Replica>> reducer(m, "Reducer");
+  reducer
       .def(py::init(&make_replica), py::arg("params"), py::arg("names"), py::arg("expect_sparse_gradients"),
            py::arg("process_group"), py::arg("graph"), py::arg("gradient_as_bucket_view"), py::arg("first_limits"),
-           py::arg("limits"), py::arg("lazy_buckets"), py::arg("skip_unused_buckets"), NoGil(),
-           "Limits are in bytes. Not collective.")
+           py::arg("limits"), py::arg("lazy_buckets"), py::arg("skip_unused_buckets"), py::arg("strict"),
+           py::arg("uneven_forwards"), py::arg("stall_threshold_ms"), NoGil(),
+           "Limits are in bytes. Not collective. No monitor with a threshold of 0.")
       .def("verify_same_model", &Replica::verify_same_model, NoGil(),
            "Raises RuntimeError on every rank when the ranks wrap different models. Collective.")
-      .def("copy_from_rank_zero", &Replica::copy_from_rank_zero, py::arg("tensors"), py::arg("chunk_bytes"), NoGil(),
-           "Overwrites the tensors by those of rank 0. Collective.")
+      .def("copy_from", &Replica::copy_from, py::arg("tensors"), py::arg("chunk_bytes"), py::arg("root"), NoGil(),
+           "Overwrites the tensors by those of rank `root`. Collective.")
       .def(
           "set_comm_hook",
           [](Replica& self, const std::string& name) { self.reducer().set_hook(make_comm_hook(name)); },
@@ -129,22 +136,21 @@ void bind_reducer(py::module_& m) {
       .def(
           "add_final_wait",
           [](Replica& self, py::function wait) {
-            // Dropped on a thread that may not hold the GIL.
-            const std::shared_ptr<py::function> held(new py::function(std::move(wait)), [](py::function* function) {
-              const py::gil_scoped_acquire gil;
-              delete function;
-            });
+            auto function = held(std::move(wait));
             const py::gil_scoped_release no_gil;
-            self.reducer().add_final_wait([held] {
+            self.reducer().add_final_wait([function] {
               const py::gil_scoped_acquire gil;
-              (*held)();
+              (*function)();
             });
           },
           py::arg("wait"), "Calls `wait` at the end of the backward that is reduced next.")
       .def(
           "reset",
-          [](Replica& self, const Group& group) { self.reducer().reset(std::make_shared<C10dCommunicator>(group)); },
-          py::arg("process_group"), NoGil(), "Moves to another group.")
+          [](Replica& self, const Group& group, int64_t stall_threshold_ms) {
+            self.reset(
+                make_watched_communicator(group, self.progress(), std::chrono::milliseconds(stall_threshold_ms)));
+          },
+          py::arg("process_group"), py::arg("stall_threshold_ms"), NoGil(), "Moves to another group.")
       .def(
           "bucket_params", [](Replica& self) { return self.reducer().bucket_params(); }, NoGil(),
           "Parameter indices of each bucket, in the order of sending.")
@@ -161,6 +167,7 @@ void bind_reducer(py::module_& m) {
           "Backward passes reduced so far.")
       .def(
           "last_step_times", [](Replica& self) { return self.reducer().last_step_times(); }, NoGil());
+  bind_watch(m, reducer);
 }
 
 }  // namespace lockstep::python

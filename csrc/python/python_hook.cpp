@@ -2,6 +2,8 @@
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <condition_variable>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "core/error.h"
@@ -11,18 +13,41 @@ namespace {
 
 using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
+/// Lets a thread wait for a future for a while, which the future itself does not offer.
+class Gate {
+ public:
+  void open() {
+    const std::lock_guard lock(mutex_);
+    is_open_ = true;
+    opened_.notify_all();
+  }
+  bool wait_for(std::chrono::milliseconds patience) {
+    std::unique_lock lock(mutex_);
+    return opened_.wait_for(lock, patience, [this] { return is_open_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable opened_;
+  bool is_open_ = false;
+};
+
 class PendingFuture final : public PendingMean {
  public:
-  PendingFuture(FuturePtr future, at::Tensor memory, std::string where)
-      : future_(std::move(future)), memory_(std::move(memory)), where_(std::move(where)) {}
+  PendingFuture(FuturePtr future, at::Tensor memory, std::string where, Communicator& comm)
+      : future_(std::move(future)), memory_(std::move(memory)), where_(std::move(where)), comm_(&comm) {
+    future_->addCallback([gate = gate_](c10::ivalue::Future&) { gate->open(); }, /*uses_future=*/false);
+  }
 
   at::Tensor wait() override {
+    comm_->outwait([this](std::chrono::milliseconds patience) { return gate_->wait_for(patience); });
     future_->waitAndThrow();  // for a device: the current stream waits
     at::Tensor mean = tensor_of(future_->value());
     future_.reset();
     if (memory_.layout() != at::kStrided) return mean;
     if (mean.numel() != memory_.numel() || mean.device() != memory_.device()) {
-      fail("{} returned a tensor with {} elements on {}; the bucket has {} on {}. Return the mean of bucket.buffer().",
+      fail(Code::kHookResult,
+           "{} returned a tensor with {} elements on {}; the bucket has {} on {}. Return the mean of bucket.buffer().",
            where_, mean.numel(), mean.device().str(), memory_.numel(), memory_.device().str());
     }
     // Hooks may answer in another dtype, as torch's compression wrappers do.
@@ -37,12 +62,15 @@ class PendingFuture final : public PendingMean {
       std::vector<at::Tensor> tensors = value.toPyObjectHolder()->extractTensors();
       if (!tensors.empty()) return std::move(tensors.front());
     }
-    fail("{} returned a future whose value is no tensor. Finish it with the mean of bucket.buffer().", where_);
+    fail(Code::kHookResult,
+         "{} returned a future whose value is no tensor. Finish it with the mean of bucket.buffer().", where_);
   }
 
   FuturePtr future_;
   at::Tensor memory_;
   std::string where_;
+  Communicator* comm_;
+  std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
 };
 
 /// The bucket as torch's hooks know it. Refers to the memory of `bucket.members()`.
@@ -67,18 +95,18 @@ class PythonHook final : public CommHook {
   [[nodiscard]] std::string name() const override { return name_; }
   [[nodiscard]] int64_t slot_alignment() const override { return 1; }
 
-  std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& /*comm*/) override {
+  std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
     std::string where =
         fmt::format("the comm hook '{}', called for bucket {} of {},", name_, index(bucket.id), bucket.count);
     const py::gil_scoped_acquire gil;
     py::object result = hook_(state_, as_torch_bucket(bucket));
     // torch.futures.Future, or the class that it extends.
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
-      fail("{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
+      fail(Code::kHookResult, "{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
            std::string(py::str(result)).substr(0, 100), std::string(py::str(py::type::of(result))));
     }
     auto future = result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
-    return std::make_unique<PendingFuture>(std::move(future), bucket.memory, std::move(where));
+    return std::make_unique<PendingFuture>(std::move(future), bucket.memory, std::move(where), comm);
   }
 
  private:

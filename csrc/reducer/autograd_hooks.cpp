@@ -64,6 +64,22 @@ void watch_outputs(std::span<const at::Tensor> outputs, const std::weak_ptr<Grad
   }
 }
 
+BackwardKind current_backward_kind(const AutogradHooks& hooks) {
+  const auto* wanted = ag::get_current_graph_task_exec_info();
+  if (wanted == nullptr || wanted->empty()) return BackwardKind::kAccumulate;
+  for (const compat::NodePtr& node : hooks.nodes()) {
+    const auto entry = wanted->find(node.get());
+    if (entry != wanted->end() && entry->second.captures_) return BackwardKind::kGradOfParameters;
+  }
+  return BackwardKind::kOther;
+}
+
+bool accumulates_through(const at::Tensor& param, const compat::NodePtr& node) {
+  return ag::impl::try_get_grad_accumulator(param).get() == node.get();
+}
+
+bool has_user_hook(const at::Tensor& param) { return ag::impl::post_acc_grad_hooks(param) != nullptr; }
+
 void at_end_of_backward(std::function<void()> callback) {
   ag::Engine::get_default_engine().queue_callback(std::move(callback));
 }

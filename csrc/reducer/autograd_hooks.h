@@ -36,6 +36,9 @@ class AutogradHooks {
   /// Removes the hooks. Safe to call twice.
   void remove();
 
+  /// The nodes listened to, by ParamId; empty after `remove`.
+  [[nodiscard]] const std::vector<compat::NodePtr>& nodes() const { return nodes_; }
+
  private:
   std::vector<compat::NodePtr> nodes_;
   std::vector<uintptr_t> keys_;
@@ -44,6 +47,20 @@ class AutogradHooks {
 /// Has `listener` told when a backward pass reaches one of `outputs`. The hook belongs to the graph and may outlive
 /// the listener, which it holds weakly. Outputs without a graph are passed over.
 void watch_outputs(std::span<const at::Tensor> outputs, const std::weak_ptr<GradListener>& listener);
+
+/// What the backward pass that is running was started for.
+enum class BackwardKind {
+  kAccumulate,        ///< `backward()`: every gradient it meets.
+  kGradOfParameters,  ///< `autograd.grad` with respect to one of the parameters: their `.grad` stays as it is.
+  kOther,             ///< `autograd.grad` with respect to something else, or `backward(inputs=...)`.
+};
+[[nodiscard]] BackwardKind current_backward_kind(const AutogradHooks& hooks);
+
+/// Autograd still writes the gradient of `param` through `node`: casting or moving a parameter gives it another node.
+[[nodiscard]] bool accumulates_through(const at::Tensor& param, const compat::NodePtr& node);
+
+/// The user has hung a hook on this parameter that runs before ours.
+[[nodiscard]] bool has_user_hook(const at::Tensor& param);
 
 /// Runs `callback` at the end of the backward pass that this thread is in, on the thread that started it.
 void at_end_of_backward(std::function<void()> callback);

@@ -1,5 +1,4 @@
-// What the reducer does between steps: construction, new plans and hooks, other sets of ranks, and answers about
-// itself.
+// What the reducer does between steps: construction, new plans and hooks, other sets of ranks, explicit reductions.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -17,7 +16,8 @@ namespace {
 
 ParamList checked(ParamList params) {
   if (params.tensors.empty()) {
-    fail("DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.");
+    fail(Code::kNoParameters,
+         "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.");
   }
   return params;
 }
@@ -36,13 +36,13 @@ BucketPlan realigned(const BucketPlan& plan, std::span<const ParamSpec> specs, i
 }  // namespace
 
 std::shared_ptr<Reducer> Reducer::create(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
-                                         std::unique_ptr<CommHook> hook) {
-  return std::shared_ptr<Reducer>(
-      new Reducer(checked(std::move(params)), std::move(comm), std::move(options), std::move(hook)));
+                                         std::unique_ptr<CommHook> hook, std::shared_ptr<Progress> progress) {
+  return std::shared_ptr<Reducer>(new Reducer(checked(std::move(params)), std::move(comm), std::move(options),
+                                              std::move(hook), std::move(progress)));
 }
 
 Reducer::Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
-                 std::unique_ptr<CommHook> hook)
+                 std::unique_ptr<CommHook> hook, std::shared_ptr<Progress> progress)
     : params_(std::move(params)),
       specs_(specs_of(params_)),
       comm_(std::move(comm)),
@@ -51,10 +51,12 @@ Reducer::Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOp
       buffers_(params_, options_.placement, options_.lifetime, first_plan(specs_, options_, *hook_)),
       tracker_(buffers_.plan()),
       usage_(params_.size()),
+      progress_(std::move(progress)),
       expected_(params_.size(), 1),
       counted_(params_.size(), 0),
       hooks_(params_.tensors, *this) {
   arrival_.reserve(params_.size());
+  describe_plan();
 }
 
 Reducer::~Reducer() = default;
@@ -63,22 +65,86 @@ bool Reducer::begin_step() {
   const std::lock_guard lock(mutex_);
   raise_if_unfinished();
   if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) recover();
+  check_frozen();
   times_.forward_start = StepTimes::now();
-  return adopt_waiting_plan();
+  progress_->next_step();
+  ++forwards_;
+  const bool adopted = adopt_waiting_plan();
+  progress_->enter(Stage::kForward);
+  return adopted;
 }
 
 void Reducer::expect_backward(std::span<const at::Tensor> outputs) {
   const std::lock_guard lock(mutex_);
-  if (phase_ == Phase::kIdle) phase_ = Phase::kArmed;
+  if (phase_ == Phase::kIdle || phase_ == Phase::kAccumulating) phase_ = Phase::kArmed;
   watch_outputs(outputs, weak_from_this());
+  outputs_.add(outputs);
+  progress_->enter(Stage::kBeforeBackward);
+}
+
+void Reducer::expect_local_backward() {
+  const std::lock_guard lock(mutex_);
+  if (phase_ == Phase::kIdle) phase_ = Phase::kAccumulating;
+  progress_->enter(Stage::kBeforeBackward);
+}
+
+void Reducer::note_sync_switch(bool reduces) {
+  const std::lock_guard lock(mutex_);
+  switch_reduces_ = reduces;
+}
+
+void Reducer::expect_unused(std::span<const ParamId> ids) {
+  const std::lock_guard lock(mutex_);
+  for (const ParamId id : ids) usage_.hint_unused(id);
+}
+
+void Reducer::watch_frozen(const ParamList& frozen) {
+  const std::lock_guard lock(mutex_);
+  frozen_.clear();
+  for (const at::Tensor& tensor : frozen.tensors) frozen_.emplace_back(tensor.getIntrusivePtr());
+  frozen_names_ = frozen.names;
+}
+
+void Reducer::sync_gradients() {
+  const std::lock_guard lock(mutex_);
+  raise_if_unfinished();
+  if (phase_ != Phase::kIdle && phase_ != Phase::kAccumulating) {
+    raise(
+        Code::kSyncDuringPass,
+        "sync_gradients() was called while a backward is expected or running, which will reduce the gradients itself. "
+        "Call it after forwards and backwards under no_sync().");
+  }
+  // Which gradients exist may differ between ranks: as in a graph of kind kDynamic, in which everything has arrived.
+  const GraphKind graph = std::exchange(options_.graph, GraphKind::kDynamic);
+  const bool skip = std::exchange(options_.skip_unused_buckets, false);
+  std::fill(expected_.begin(), expected_.end(), 1);
+  arrival_.clear();
+  in_flight_.clear();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_.tensors[i].grad().defined()) usage_.mark_used(param_id(i));
+  }
+  (void)tracker_->begin(expected_);
+  divisor_ = live_ranks_ ? live_ranks_() : comm_->size();
+  phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
+  try {
+    start_guard(false);
+    send(tracker_->finish());
+    num_sent_ = in_flight_.size();
+    finish();
+  } catch (...) {
+    options_.graph = graph;
+    options_.skip_unused_buckets = skip;
+    throw;
+  }
+  options_.graph = graph;
+  options_.skip_unused_buckets = skip;
 }
 
 void Reducer::set_hook(std::unique_ptr<CommHook> hook) {
   const std::lock_guard lock(mutex_);
-  if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
-    raise(fmt::format(
-        "[rank {}] the comm hook cannot be replaced while a backward pass is being reduced. Do it between steps.",
-        comm_->rank()));
+  if (in_pass()) {
+    raise(Code::kHookDuringPass,
+          "the comm hook cannot be replaced while a backward pass is being reduced. Do it between steps.");
   }
   hook_ = std::move(hook);
   adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
@@ -86,11 +152,11 @@ void Reducer::set_hook(std::unique_ptr<CommHook> hook) {
 
 void Reducer::set_static_graph() {
   const std::lock_guard lock(mutex_);
-  if (num_reductions_ != 0 || phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
-    raise(fmt::format(
-        "[rank {}] set_static_graph() should be called before training loop starts, but {} synchronised backward "
-        "passes have taken place. Pass static_graph=True to the constructor.",
-        comm_->rank(), num_reductions_));
+  if (num_reductions_ != 0 || in_pass()) {
+    raise(Code::kStaticGraphTooLate,
+          fmt::format("set_static_graph() should be called before training loop starts, but {} synchronised backward "
+                      "passes have taken place. Pass static_graph=True to the constructor.",
+                      num_reductions_));
   }
   options_.graph = GraphKind::kStatic;
 }
@@ -106,37 +172,41 @@ void Reducer::detach() {
 }
 
 void Reducer::raise_if_unfinished() {
-  if (phase_ == Phase::kReduced) {
+  if (!unusable_.empty()) {
     raise(
-        fmt::format("[rank {}] Expected to have finalized the prior backward pass before a new forward. Call "
-                    "finalize_backward() after each synchronised backward, or set "
-                    "require_manual_backward_finalization = False.",
-                    comm_->rank()));
+        Code::kGroupUnusable,
+        fmt::format("the collectives of the ranks no longer match since an earlier error, so that nothing more can be "
+                    "reduced over this process group. Restart the job, or wrap the module again with a new group. "
+                    "The earlier error: {}",
+                    unusable_));
+  }
+  if (phase_ == Phase::kReduced) {
+    raise(Code::kNotFinalized,
+          "Expected to have finalized the prior backward pass before a new forward. Call "
+          "finalize_backward() after each synchronised backward, or set "
+          "require_manual_backward_finalization = False.");
   }
   if (phase_ != Phase::kPartial || tracker_->missing().empty()) return;
-  std::string text = messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph);
+  std::string text = messages::unfinished(comm_->rank(), params_, tracker_->missing(), options_.graph,
+                                          reasons_for(tracker_->missing(), params_, outputs_, hooks_));
   if (finalization_ == Finalization::kManual) {
     text += " finalize_backward() cannot finalize a pass that lacks gradients.";
   }
-  raise(text);
-}
-
-void Reducer::raise(const std::string& text) const {
-  if (error_observer_) error_observer_(text);
-  throw Error(text);
+  raise(Code::kUnfinished, text);
 }
 
 void Reducer::shadow_step() {
   const std::lock_guard lock(mutex_);
+  progress_->enter(Stage::kBucketWait);
+  start_guard(true);
   std::vector<InFlight> transfers;
   for (size_t b = 0; b < buffers_.plan().num_buckets(); ++b) {
     const BucketId id = bucket_id(b);
-    if (is_empty(id)) continue;
-    GradBucket zeros = buffers_.lend(id);
-    zeros.memory = buffers_.stand_in(id, 0.0);  // the bucket itself may hold gradients of ours
-    transfers.push_back({id, hook_->start(zeros, *comm_)});
+    if (!is_empty(id)) transfers.push_back(send_stand_in(id, 0.0));
   }
-  if (exchanges_usage()) exchange_usage();
+  if (exchanges_usage()) usage_.start_exchange(*comm_, params_.tensors.front().device());
+  check_guard();
+  if (exchanges_usage()) usage_.finish_exchange();
   for (const InFlight& transfer : transfers) {
     const at::Tensor mean = transfer.mean->wait();
     if (options_.graph == GraphKind::kDynamic && usage_.anyone_late()) {
@@ -151,11 +221,10 @@ void Reducer::shadow_step() {
 
 void Reducer::set_manual_finalization(bool required) {
   const std::lock_guard lock(mutex_);
-  if (phase_ != Phase::kIdle) {
-    raise(
-        fmt::format("[rank {}] require_manual_backward_finalization cannot be called after forward while a backward "
-                    "pass is expected. Set it between steps.",
-                    comm_->rank()));
+  if (phase_ != Phase::kIdle && phase_ != Phase::kAccumulating) {
+    raise(Code::kManualTooLate,
+          "require_manual_backward_finalization cannot be called after forward while a backward "
+          "pass is expected. Set it between steps.");
   }
   finalization_ = required ? Finalization::kManual : Finalization::kAutomatic;
 }
@@ -168,23 +237,20 @@ bool Reducer::should_finalize_after_backward() {
 void Reducer::finalize_by_hand() {
   const std::lock_guard lock(mutex_);
   if (finalization_ != Finalization::kManual) {
-    raise(
-        fmt::format("[rank {}] finalize_backward() was called, but manual backward finalization is not required. Set "
-                    "require_manual_backward_finalization = True before forward.",
-                    comm_->rank()));
+    raise(Code::kFinalizeRefused,
+          "finalize_backward() was called, but manual backward finalization is not required. Set "
+          "require_manual_backward_finalization = True before forward.");
   }
   if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) {
-    raise(
-        fmt::format("[rank {}] finalize_backward() was called before all DDP buckets were ready. next_bucket_={} "
-                    "buckets_.size()={}. Missing parameters: {} of {}. Call it after the backward that brings them.",
-                    comm_->rank(), tracker_->num_left(), buffers_.plan().num_buckets(), tracker_->missing().size(),
-                    params_.size()));
+    raise(Code::kFinalizeRefused,
+          fmt::format("finalize_backward() was called before all DDP buckets were ready. next_bucket_={} "
+                      "buckets_.size()={}. Missing parameters: {} of {}. Call it after the backward that brings them.",
+                      tracker_->num_left(), buffers_.plan().num_buckets(), tracker_->missing().size(), params_.size()));
   }
   if (phase_ != Phase::kReduced) {
-    raise(
-        fmt::format("[rank {}] finalize_backward() was called, but no gradient reduction requires finalization. Call "
-                    "it once after each synchronised backward.",
-                    comm_->rank()));
+    raise(Code::kFinalizeRefused,
+          "finalize_backward() was called, but no gradient reduction requires finalization. Call "
+          "it once after each synchronised backward.");
   }
   phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
   finish();
@@ -210,6 +276,11 @@ void Reducer::reset(std::shared_ptr<Communicator> comm) {
   comm_ = std::move(comm);
   in_flight_.clear();
   final_waits_.clear();
+  guard_.reset();
+  outputs_.clear();
+  unusable_.clear();
+  forwards_ = 0;
+  passes_ = 0;
   usage_.end_step();
   // Memory of our own: collectives of the old group may still write to the other one.
   adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
@@ -222,15 +293,27 @@ void Reducer::set_error_observer(std::function<void(const std::string&)> observe
   error_observer_ = std::move(observer);
 }
 
+void Reducer::set_warning_observer(std::function<void(Code, const std::string&)> observer) {
+  const std::lock_guard lock(mutex_);
+  warning_observer_ = std::move(observer);
+}
+
+void Reducer::set_published_observer(std::function<void(ParamId)> observer) {
+  const std::lock_guard lock(mutex_);
+  published_observer_ = std::move(observer);
+}
+
 void Reducer::adopt_plan(BucketPlan plan) {
   buffers_.adopt(std::move(plan));
   tracker_.emplace(buffers_.plan());
   hook_->on_new_plan();
+  describe_plan();
 }
 
 bool Reducer::adopt_waiting_plan() {
   if (plan_state_ != PlanState::kOrderKnown) return false;
   // The order of rank 0 counts: ranks may have seen different ones, and the plan must be the same everywhere.
+  progress_->enter(Stage::kBufferWait);
   std::vector<int32_t> order;
   for (const ParamId id : last_arrival_) order.push_back(static_cast<int32_t>(index(id)));
   adopt_from_rank_zero(*comm_, order, params_.tensors.front().device());
@@ -255,69 +338,6 @@ void Reducer::learn_from_pass() {
   if (records_firings()) firings_ = counted_;
   last_arrival_.assign(arrival_.begin(), arrival_.end());
   usage_.end_step();
-}
-
-// ---- what is going on ----
-
-std::vector<std::vector<size_t>> Reducer::bucket_params() {
-  const std::lock_guard lock(mutex_);
-  std::vector<std::vector<size_t>> result;
-  for (const Bucket& bucket : buffers_.plan().buckets()) {
-    auto& members = result.emplace_back();
-    for (const ParamId id : bucket.params) members.push_back(index(id));
-  }
-  return result;
-}
-
-std::vector<int64_t> Reducer::bucket_payload_bytes() {
-  const std::lock_guard lock(mutex_);
-  std::vector<int64_t> result;
-  for (const Bucket& bucket : buffers_.plan().buckets()) {
-    result.push_back(bucket.payload_numel * specs_[index(bucket.params.front())].element_size);
-  }
-  return result;
-}
-
-std::vector<size_t> Reducer::arrival_order() {
-  const std::lock_guard lock(mutex_);
-  std::vector<size_t> result;
-  for (const ParamId id : last_arrival_) result.push_back(index(id));
-  return result;
-}
-
-bool Reducer::has_final_plan() {
-  const std::lock_guard lock(mutex_);
-  return plan_state_ == PlanState::kFinal;
-}
-
-at::Tensor Reducer::used_map() {
-  const std::lock_guard lock(mutex_);
-  return usage_.map(params_.tensors.front().device());
-}
-
-size_t Reducer::num_sent_buckets() {
-  const std::lock_guard lock(mutex_);
-  return num_sent_;
-}
-
-int64_t Reducer::unused_bytes() {
-  const std::lock_guard lock(mutex_);
-  if (options_.graph == GraphKind::kComplete || num_reductions_ == 0) return 0;
-  int64_t bytes = 0;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (!usage_.used_anywhere(param_id(i))) bytes += specs_[i].numel * specs_[i].element_size;
-  }
-  return bytes;
-}
-
-StepTimes Reducer::last_step_times() {
-  const std::lock_guard lock(mutex_);
-  return last_times_;
-}
-
-int64_t Reducer::num_reductions() {
-  const std::lock_guard lock(mutex_);
-  return num_reductions_;
 }
 
 }  // namespace lockstep

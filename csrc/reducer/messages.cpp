@@ -10,14 +10,6 @@ namespace {
 
 constexpr size_t kMostNames = 20;
 
-/// The first names, as many as a person reads.
-std::string names_of(const ParamList& params, const std::vector<ParamId>& ids) {
-  std::vector<std::string_view> names;
-  for (size_t i = 0; i < std::min(ids.size(), kMostNames); ++i) names.emplace_back(params.names[index(ids[i])]);
-  const std::string text = fmt::format("{}", fmt::join(names, ", "));
-  return ids.size() > kMostNames ? fmt::format("{} and {} more", text, ids.size() - kMostNames) : text;
-}
-
 std::string indices_of(const std::vector<ParamId>& ids) {
   std::vector<size_t> indices;
   for (size_t i = 0; i < std::min(ids.size(), kMostNames); ++i) indices.push_back(index(ids[i]));
@@ -47,34 +39,61 @@ const char* advice(GraphKind graph) {
 
 }  // namespace
 
-std::string unfinished(int rank, const ParamList& params, const std::vector<ParamId>& missing, GraphKind graph) {
+std::string names(const ParamList& params, const std::vector<ParamId>& ids) {
+  std::vector<std::string_view> first;
+  for (size_t i = 0; i < std::min(ids.size(), kMostNames); ++i) first.emplace_back(params.names[index(ids[i])]);
+  const std::string text = fmt::format("{}", fmt::join(first, ", "));
+  return ids.size() > kMostNames ? fmt::format("{} and {} more", text, ids.size() - kMostNames) : text;
+}
+
+std::string local_gradients(const ParamList& params, const std::vector<ParamId>& missing, size_t buckets_left,
+                            size_t buckets, const std::string& reasons) {
   return fmt::format(
-      "[rank {0}] Expected to have finished reduction in the prior iteration before starting a new one. {1}\n"
+      "backward has ended, but {} of {} parameters got no gradient, and {} of {} buckets were not reduced: the "
+      "gradients "
+      "in them are those of this rank alone. {}. Use every output of forward in the loss, freeze what is never used, "
+      "or "
+      "pass find_unused_parameters=True.",
+      missing.size(), params.size(), buckets - buckets_left, buckets, reasons);
+}
+
+std::string bad_hint(const ParamList& params, ParamId id) {
+  return fmt::format(
+      "parameter {} was announced by expect_unused(), but it did get a gradient. The mean is right; it costs one more "
+      "small reduction.",
+      params.label(id));
+}
+
+std::string unfinished(int rank, const ParamList& params, const std::vector<ParamId>& missing, GraphKind graph,
+                       const std::string& reasons) {
+  return fmt::format(
+      "Expected to have finished reduction in the prior iteration before starting a new one. {1}\n"
       "Parameter indices which did not receive grad for rank {0}: {2}\n"
       "Parameters which did not receive grad for rank {0}: {3}\n"
       "{4} of {5} parameters are missing; their buckets and those behind them were not reduced, so gradients differ "
-      "between ranks. For torch's own logs as well, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+      "between ranks. Likely reasons: {6}. For torch's own logs as well, set the environment variable "
+      "TORCH_DISTRIBUTED_DEBUG to either "
       "INFO or DETAIL.",
-      rank, advice(graph), indices_of(missing), names_of(params, missing), missing.size(), params.size());
+      rank, advice(graph), indices_of(missing), names(params, missing), missing.size(), params.size(), reasons);
 }
 
-std::string ready_twice(int rank, const ParamList& params, ParamId id, GraphKind graph) {
+std::string ready_twice(const ParamList& params, ParamId id, GraphKind graph) {
   if (graph == GraphKind::kStatic) {
     return fmt::format(
-        "[rank {}] Your training graph has changed in this iteration, e.g., one parameter is unused in first "
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first "
         "iteration, but then got used in the second iteration. this is not compatible with static_graph set to True. "
         "Parameter {} got more gradients than in the first iteration. Use `find_unused_parameters=True` for graphs "
         "that change.",
-        rank, params.label(id));
+        params.label(id));
   }
   return fmt::format(
-      "[rank {}] Expected to mark a variable ready only once. Parameter {} got a second gradient in one backward pass, "
+      "Expected to mark a variable ready only once. Parameter {} got a second gradient in one backward pass, "
       "after its bucket may have been reduced. This happens when 1) it is used outside of the `forward` function or "
       "shared by several forward-backward passes that run at the same time; 2) it lies in a module that is "
       "checkpointed more than once with `use_reentrant=True`; 3) two losses that share it are sent backward one after "
       "the other. Use `use_reentrant=False`, add the losses up and call backward once, or pass `static_graph=True` "
       "when the graph is the same in every step.",
-      rank, params.label(id));
+      params.label(id));
 }
 
 std::string bucket(const BucketPlan& plan, BucketId id, const ParamList& params) {

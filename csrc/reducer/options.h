@@ -19,8 +19,13 @@ struct ReducerOptions {
   GraphKind graph = GraphKind::kComplete;
   GradPlacement placement = GradPlacement::kOwnMemory;
   BucketLifetime lifetime = BucketLifetime::kTraining;
-  /// With kDynamic: buckets without a single used parameter are not sent. All ranks must use the same subset.
+  /// With kDynamic: buckets of which no rank used a parameter in the last step are not sent, unless it turns out at the
+  /// end of backward that one is used after all.
   bool skip_unused_buckets = false;
+  /// Warnings about gradients that stayed local are errors.
+  bool strict = false;
+  /// Ranks may run different numbers of forwards between two reductions.
+  bool uneven_forwards = false;
   /// In bytes, until the order of gradients is known: by default one bucket for each dtype and device, so that no
   /// bucket can overtake a collective of the model's own backward.
   BucketLimits first_limits{INT64_MAX};

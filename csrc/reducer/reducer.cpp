@@ -31,33 +31,37 @@ void Reducer::on_output_reached() {
 
 void Reducer::on_grad_ready(ParamId id) {
   const std::lock_guard lock(mutex_);
+  check_announced(id);
+  if (!params_.tensors[index(id)].grad().defined()) check_cleared(id);
   if (phase_ == Phase::kArmed || phase_ == Phase::kPartial) open(Opening::kGradient);
   if (phase_ == Phase::kCollecting && arrivals_++ == 0) {
     refuse_distributed_autograd();
     send(unawaited_);
   }
   if (options_.graph != GraphKind::kComplete && params_.tensors[index(id)].grad().defined()) usage_.mark_used(id);
-  if (phase_ == Phase::kIdle) return;
+  if (phase_ == Phase::kIdle || phase_ == Phase::kAccumulating) return;
   collect(id);
 }
 
 void Reducer::refuse_distributed_autograd() const {
   if (!in_distributed_autograd()) return;
-  raise(fmt::format(
-      "[rank {}] DistributedDataParallel of lockstep does not reduce gradients of torch.distributed.autograd, which "
-      "keeps them outside of `.grad`. Use torch's own class for models that call backward over RPC.",
-      comm_->rank()));
+  raise(Code::kDistributedAutograd,
+        "DistributedDataParallel of lockstep does not reduce gradients of torch.distributed.autograd, which "
+        "keeps them outside of `.grad`. Use torch's own class for models that call backward over RPC.");
 }
 
 void Reducer::open(Opening opening) {
   opening_ = opening;
   before_ = std::exchange(phase_, Phase::kCollecting);
+  backward_kind_ = opening == Opening::kOutput ? current_backward_kind(hooks_) : BackwardKind::kOther;
+  progress_->enter(Stage::kBackward);
   hook_end_of_backward();
   if (before_ == Phase::kPartial) return;  // the same pass goes on
   times_.backward_compute_start = StepTimes::now();
   arrivals_ = 0;
   arrival_.clear();
   in_flight_.clear();
+  skipped_.clear();
   if (records_firings()) {
     std::fill(counted_.begin(), counted_.end(), 0);
     std::fill(expected_.begin(), expected_.end(), kNeverComplete);
@@ -96,10 +100,11 @@ void Reducer::reject(ParamId id) {
   if (specs_[index(id)].numel == 0) return;
   if (options_.graph == GraphKind::kDynamic && expected_[index(id)] == 0) {
     if (tracker_->has_left(id)) usage_.mark_late(id);
+    if (usage_.hinted(id)) warn(Code::kBadHint, messages::bad_hint(params_, id));
     return;
   }
   phase_ = Phase::kPartial;
-  raise(messages::ready_twice(comm_->rank(), params_, id, options_.graph));
+  raise(Code::kReadyTwice, messages::ready_twice(params_, id, options_.graph));
 }
 
 /// Runs `step` and adds to its error which bucket of which rank it was about. Other kinds of exception, such as those
@@ -111,11 +116,17 @@ auto Reducer::naming(BucketId id, const Step& step) {
   };
   try {
     return step();
+  } catch (PeerError& error) {  // it says which bucket
+    unusable_ = error.what();
+    progress_->fail(unusable_);
+    throw;
   } catch (c10::Error& error) {
-    error.add_context(where());
+    error.add_context(coded(Code::kReductionFailed, where()));
+    progress_->fail(error.what_without_backtrace());
     throw;
   } catch (const std::runtime_error& error) {
-    fail("{}: {}", where(), error.what());
+    progress_->fail(error.what());
+    fail(Code::kReductionFailed, "{}: {}", where(), error.what());
   }
 }
 
@@ -124,7 +135,8 @@ void Reducer::send(BucketRange range) {
 }
 
 void Reducer::send_bucket(BucketId id) {
-  if (is_skipped(id)) return;
+  start_guard(false);
+  if (is_skipped(id)) return skipped_.push_back(id);
   buffers_.absorb(
       id, hook_->input() == CommHook::Input::kSummand ? scale() : 1.0,
       options_.graph == GraphKind::kComplete ? GradBuffers::PresenceOf()
@@ -134,15 +146,24 @@ void Reducer::send_bucket(BucketId id) {
   naming(id, [&] { in_flight_.push_back({id, hook_->start(buffers_.lend(id), *comm_)}); });
 }
 
+/// Takes part in the reduction of a bucket without touching its memory, which may hold gradients of ours.
+Reducer::InFlight Reducer::send_stand_in(BucketId id, double value) {
+  GradBucket bucket = buffers_.lend(id);
+  bucket.memory = buffers_.stand_in(id, value);
+  return {id, hook_->start(bucket, *comm_)};
+}
+
 bool Reducer::is_empty(BucketId id) const {
   const Bucket& bucket = buffers_.plan().bucket(id);
   return bucket.numel == 0 && !bucket.sparse;
 }
 
+/// Nobody used it, as far as all ranks know alike: in the last step before the exchange, in this one after it.
 bool Reducer::is_skipped(BucketId id) const {
-  if (!options_.skip_unused_buckets || options_.graph != GraphKind::kDynamic) return false;
+  if (!options_.skip_unused_buckets || options_.graph != GraphKind::kDynamic || !usage_.knows_other_ranks())
+    return false;
   const std::vector<ParamId>& members = buffers_.plan().bucket(id).params;
-  return std::none_of(members.begin(), members.end(), [this](ParamId param) { return usage_.used_here(param); });
+  return std::none_of(members.begin(), members.end(), [this](ParamId param) { return usage_.used_anywhere(param); });
 }
 
 GradBuffers::Presence Reducer::presence(ParamId id) const {
@@ -161,14 +182,17 @@ void Reducer::on_backward_ended(int backward) {
   times_.backward_compute_end = StepTimes::now();
   if (arrivals_ == 0) {  // somebody asked for the gradient of an input, say
     phase_ = before_;
-    return;
+    progress_->enter(Stage::kBeforeBackward);
+    return check_silent_backward();
   }
   const bool may_stop_waiting =
       opening_ == Opening::kOutput && (records_firings() || options_.graph == GraphKind::kDynamic);
   if (!tracker_->all_left() && !may_stop_waiting) {
     phase_ = Phase::kPartial;
-    return;
+    progress_->enter(Stage::kBeforeBackward);
+    return report_local_gradients();
   }
+  start_guard(false);
   send(tracker_->finish());
   num_sent_ = in_flight_.size();
   if (finalization_ == Finalization::kManual) {
@@ -179,19 +203,41 @@ void Reducer::on_backward_ended(int backward) {
 }
 
 void Reducer::finish() {
-  if (exchanges_usage()) exchange_usage();
+  progress_->enter(Stage::kBucketWait);
+  if (exchanges_usage()) usage_.start_exchange(*comm_, params_.tensors.front().device());
+  check_guard();
+  if (exchanges_usage()) usage_.finish_exchange();
+  send_used_after_all();
+  collect_means();
+  times_.communication_end = StepTimes::now();
+  for (const auto& wait : std::exchange(final_waits_, {})) wait();
+  check_unused_option();
+  learn_from_pass();
+  ++num_reductions_;
+  ++passes_;
+  forwards_ = 0;
+  outputs_.clear();
+  last_times_ = times_;
+  phase_ = Phase::kIdle;
+  progress_->enter(Stage::kBetweenSteps);
+}
+
+void Reducer::collect_means() {
   std::reverse(in_flight_.begin(), in_flight_.end());  // taken from the back
   while (!in_flight_.empty()) {
     const InFlight next = std::move(in_flight_.back());
     in_flight_.pop_back();
+    progress_->enter(Stage::kBucketWait, index(next.bucket));
     publish(next.bucket, naming(next.bucket, [&] { return next.mean->wait(); }));
   }
-  times_.communication_end = StepTimes::now();
-  for (const auto& wait : std::exchange(final_waits_, {})) wait();
-  learn_from_pass();
-  ++num_reductions_;
-  last_times_ = times_;
-  phase_ = Phase::kIdle;
+}
+
+/// Buckets that were held back because nobody used them in the last step, and that somebody has used in this one.
+void Reducer::send_used_after_all() {
+  for (const BucketId id : std::exchange(skipped_, {})) {
+    if (!is_skipped(id)) send_bucket(id);
+  }
+  num_sent_ = in_flight_.size();
 }
 
 void Reducer::exchange_usage() {
@@ -201,24 +247,33 @@ void Reducer::exchange_usage() {
 
 void Reducer::publish(BucketId id, const at::Tensor& mean) {
   if (!publishes_) return;
-  if (options_.graph == GraphKind::kComplete) return buffers_.publish(id, mean, nullptr);
+  GradBuffers::Predicate keep;
+  if (options_.graph != GraphKind::kComplete) keep = [this](ParamId param) { return !usage_.used_anywhere(param); };
   if (options_.graph == GraphKind::kDynamic && usage_.anyone_late()) {
     add_late_gradients(buffers_, id, params_, usage_, scale(), *comm_, mean);
   }
-  buffers_.publish(id, mean, [this](ParamId param) { return !usage_.used_anywhere(param); });
+  buffers_.publish(id, mean, keep);
+  if (!published_observer_) return;
+  for (const ParamId param : buffers_.plan().bucket(id).params) {
+    if (!(keep && keep(param))) published_observer_(param);
+  }
 }
 
 /// A backward threw before its end. The other ranks may be waiting for every bucket of this step, so those that have
 /// not left go out now, filled with NaN: the ranks stay in step, and none can take a mean without us for the truth.
 void Reducer::recover() {
+  progress_->enter(Stage::kBucketWait);
+  try {
+    start_guard(false);
+    (void)guard_.finish();
+  } catch (const std::exception&) {  // the same holds for what follows
+  }
   const BucketRange rest = tracker_->finish();
   for (size_t b = rest.first; b < rest.last; ++b) {
     const BucketId id = bucket_id(b);
     if (is_empty(id)) continue;
     try {
-      GradBucket poisoned = buffers_.lend(id);
-      poisoned.memory = buffers_.stand_in(id, std::numeric_limits<double>::quiet_NaN());
-      in_flight_.push_back({id, hook_->start(poisoned, *comm_)});
+      in_flight_.push_back(send_stand_in(id, std::numeric_limits<double>::quiet_NaN()));
     } catch (const std::exception&) {  // the cause of the failure strikes again; it has been reported
     }
   }
@@ -234,6 +289,9 @@ void Reducer::recover() {
   } catch (const std::exception&) {
   }
   usage_.end_step();
+  outputs_.clear();
+  forwards_ = 0;
+  ++passes_;
   phase_ = Phase::kIdle;
 }
 

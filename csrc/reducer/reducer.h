@@ -7,15 +7,21 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "buckets/grad_buffers.h"
 #include "comm/communicator.h"
+#include "comm/monitor.h"
 #include "core/backward_tracker.h"
+#include "core/error.h"
+#include "core/progress.h"
 #include "hooks/comm_hook.h"
 #include "reducer/autograd_hooks.h"
+#include "reducer/guard.h"
+#include "reducer/local_gradients.h"
 #include "reducer/options.h"
 #include "reducer/step_times.h"
 #include "reducer/usage.h"
@@ -30,19 +36,39 @@ namespace lockstep {
 class Reducer final : public GradListener, public std::enable_shared_from_this<Reducer> {
  public:
   /// Not collective. The parameters' hooks are installed here and removed on destruction.
+  /// @param progress  where this replica writes what it is doing.
   /// @throws lockstep::Error or std::invalid_argument  no parameters, or options that make no sense.
   static std::shared_ptr<Reducer> create(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
-                                         std::unique_ptr<CommHook> hook);
+                                         std::unique_ptr<CommHook> hook,
+                                         std::shared_ptr<Progress> progress = std::make_shared<Progress>());
   ~Reducer() override;
 
   /// Called before every forward that builds a graph. Adopts a plan made from the order of the last backward (once;
   /// collective then), and clears what a backward that threw has left behind. Returns true when a plan was adopted.
-  /// @throws lockstep::Error  the last backward ended with gradients missing; names them.
+  /// @throws lockstep::Error  the last backward ended with gradients missing, or the ranks have lost step; says how.
   bool begin_step();
 
   /// Announces a backward that is to be reduced. `outputs` are the tensors that forward returned: the pass opens when
   /// backward reaches one of them, or else at the first gradient.
   void expect_backward(std::span<const at::Tensor> outputs);
+
+  /// Announces a backward whose gradients stay on this rank (`no_sync`).
+  void expect_local_backward();
+
+  /// The user's switch for reducing has been set. Forward decides; one that is changed before backward is reported.
+  void note_sync_switch(bool reduces);
+
+  /// Reduces what has been accumulated so far, without a forward. Collective, between steps. Parameters without a
+  /// gradient on any rank keep none; one that has a gradient on some ranks gets the mean with zeros for the others.
+  /// @throws lockstep::Error  a backward is expected or running.
+  void sync_gradients();
+
+  /// These parameters will probably not be used in the next backward (kDynamic only): their buckets need not wait. A
+  /// hint that turns out wrong costs a small reduction more and is reported.
+  void expect_unused(std::span<const ParamId> ids);
+
+  /// Parameters that do not require a gradient now; one that does later is an error at the next forward.
+  void watch_frozen(const ParamList& frozen);
 
   /// Replaces the comm hook. Every rank must do the same. Gradients accumulated so far are kept.
   /// @throws lockstep::Error  a backward is running.
@@ -81,9 +107,18 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
 
   /// Hears the text of every error that the reducer raises, before it is thrown.
   void set_error_observer(std::function<void(const std::string&)> observer);
+  /// Hears every warning; without one they go to torch's log. With `options.strict` warnings are errors instead.
+  void set_warning_observer(std::function<void(Code, const std::string&)> observer);
+  /// Hears of every parameter whose mean gradient was published, on the thread that ends the backward.
+  void set_published_observer(std::function<void(ParamId)> observer);
 
   /// Removes the hooks from the parameters: gradients stay local from now on. Safe to call twice.
   void detach();
+
+  /// Forward has run, and what autograd saved of it may still be needed.
+  [[nodiscard]] bool expects_backward();
+  /// Never gives this warning again.
+  void mute(Code code);
 
   // What is going on, for logs and tests.
   [[nodiscard]] std::vector<std::vector<size_t>> bucket_params();
@@ -105,11 +140,12 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
  private:
   /// Where the step is. One at a time.
   enum class Phase {
-    kIdle,        ///< Gradients stay on this rank.
-    kArmed,       ///< Forward announced a backward; none has reached us.
-    kCollecting,  ///< A backward is running and its end has been hooked.
-    kPartial,     ///< A backward has ended with gradients missing; another one may bring them.
-    kReduced,     ///< All buckets have left; the user is to publish their means.
+    kIdle,          ///< No forward has announced anything.
+    kAccumulating,  ///< Forward announced gradients that stay on this rank.
+    kArmed,         ///< Forward announced a backward; none has reached us.
+    kCollecting,    ///< A backward is running and its end has been hooked.
+    kPartial,       ///< A backward has ended with gradients missing; another one may bring them.
+    kReduced,       ///< All buckets have left; the user is to publish their means.
   };
   /// Who publishes the means.
   enum class Finalization { kAutomatic, kManual };
@@ -124,7 +160,8 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
     std::unique_ptr<PendingMean> mean;
   };
 
-  Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options, std::unique_ptr<CommHook> hook);
+  Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options, std::unique_ptr<CommHook> hook,
+          std::shared_ptr<Progress> progress);
 
   // All of these expect the mutex to be held.
   void open(Opening opening);
@@ -134,20 +171,37 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void reject(ParamId id);
   void send(BucketRange range);
   void send_bucket(BucketId id);
+  InFlight send_stand_in(BucketId id, double value);
   template <typename Step>
   auto naming(BucketId id, const Step& step);
   void on_backward_ended(int backward);
   void finish();
+  void collect_means();
+  void send_used_after_all();
+  /// From the first sign of a backward until its means are published.
+  [[nodiscard]] bool in_pass() const { return phase_ > Phase::kArmed; }
   [[nodiscard]] bool is_empty(BucketId id) const;
   [[nodiscard]] bool is_skipped(BucketId id) const;
   void publish(BucketId id, const at::Tensor& mean);
   void learn_from_pass();
   void recover();
   void raise_if_unfinished();
-  [[noreturn]] void raise(const std::string& text) const;
+  [[noreturn]] void raise(Code code, const std::string& text) const;  // puts the rank in front
+  void warn(Code code, const std::string& text) const;                // the same
+  void warn_once(Code code, const std::string& text);
+  void check_frozen();
+  void check_announced(ParamId id);
+  void check_cleared(ParamId id);
+  void check_silent_backward();
+  void report_local_gradients();
+  void check_unused_option();
+  void start_guard(bool joined);
+  void check_guard();
   void adopt_plan(BucketPlan plan);
+  void describe_plan();
   bool adopt_waiting_plan();
   void exchange_usage();
+  [[nodiscard]] PassWord pass_word(bool joined) const;
   [[nodiscard]] bool exchanges_usage() const { return records_firings() || options_.graph == GraphKind::kDynamic; }
   [[nodiscard]] bool records_firings() const { return options_.graph == GraphKind::kStatic && !firings_; }
   [[nodiscard]] GradBuffers::Presence presence(ParamId id) const;
@@ -162,6 +216,9 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   GradBuffers buffers_;
   std::optional<BackwardTracker> tracker_;  // of buffers_' plan
   UsageTracker usage_;
+  const std::shared_ptr<Progress> progress_;
+  Guard guard_;
+  OutputWatch outputs_;
 
   Phase phase_ = Phase::kIdle;
   Phase before_ = Phase::kIdle;  // what `open` found, in case no gradient follows
@@ -172,6 +229,13 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   BucketRange unawaited_;      // buckets that leave with the first of them
   int divisor_ = 1;            // ranks that contribute to this pass
   std::vector<InFlight> in_flight_;
+  std::vector<BucketId> skipped_;  // held back in this pass because nobody used them in the last one
+  int64_t forwards_ = 0;           // since the last pass
+  int64_t passes_ = 0;             // that this rank took part in, whatever came of them
+  int64_t plan_fingerprint_ = 0;
+  std::string unusable_;  // why no further collective may be issued; empty: all is well
+  BackwardKind backward_kind_ = BackwardKind::kAccumulate;
+  bool switch_reduces_ = true;                    // what the user's switch says now
   std::vector<uint32_t> expected_;                // scratch: reports to wait for, by ParamId
   std::vector<uint32_t> counted_;                 // reports in this pass, while a static graph is being recorded
   std::optional<std::vector<uint32_t>> firings_;  // of a static graph, once recorded
@@ -186,6 +250,13 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   std::function<int()> live_ranks_;
   std::vector<std::function<void()>> final_waits_;
   std::function<void(const std::string&)> error_observer_;
+  std::function<void(Code, const std::string&)> warning_observer_;
+  std::function<void(ParamId)> published_observer_;
+  int64_t steps_without_unused_ = 0;
+  std::set<Code> warned_;                    // said once already
+  std::set<std::vector<ParamId>> reported_;  // sets of local gradients named already
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> frozen_;
+  std::vector<std::string> frozen_names_;
 
   AutogradHooks hooks_;  // last: destroyed first, so that nobody calls into a half-dead object
 };

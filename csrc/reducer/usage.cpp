@@ -16,6 +16,7 @@ UsageTracker::UsageTracker(size_t num_params)
     : used_(num_params),
       late_(num_params),
       presumed_unused_(num_params),
+      hinted_(num_params),
       surprising_(num_params),
       users_(num_params),
       late_comers_(num_params) {}
@@ -42,10 +43,13 @@ void UsageTracker::finish_exchange() {
   const at::Tensor counts = counts_.to(at::kCPU);
   const auto* count = counts.const_data_ptr<int32_t>();
   anyone_late_ = false;
+  any_unused_ = false;
+  knows_other_ranks_ = true;
   for (size_t i = 0; i < used_.size(); ++i) {
     users_[i] = count[i] % kLateUnit;
     late_comers_[i] = count[i] / kLateUnit;
     anyone_late_ = anyone_late_ || late_comers_[i] != 0;
+    any_unused_ = any_unused_ || users_[i] == 0;
   }
 }
 
@@ -53,11 +57,12 @@ at::Tensor UsageTracker::map(at::Device device) const { return at::tensor(users_
 
 void UsageTracker::end_step() {
   for (size_t i = 0; i < used_.size(); ++i) {
-    surprising_[i] |= late_[i];
+    if (hinted_[i] == 0) surprising_[i] |= late_[i];  // a wrong hint says nothing about the model
     presumed_unused_[i] = (used_[i] == 0 && surprising_[i] == 0) ? 1 : 0;
   }
   std::fill(used_.begin(), used_.end(), uint8_t{0});
   std::fill(late_.begin(), late_.end(), uint8_t{0});
+  std::fill(hinted_.begin(), hinted_.end(), uint8_t{0});
   counts_.reset();
 }
 

@@ -32,6 +32,13 @@ class UsageTracker {
   /// How many reports to wait for: 0 for a parameter presumed unused, else 1.
   void expect(const ParamList& params, std::vector<uint32_t>& firings) const;
 
+  /// The user says that these will not be used in the next step.
+  void hint_unused(ParamId id) {
+    presumed_unused_[index(id)] = 1;
+    hinted_[index(id)] = 1;
+  }
+  [[nodiscard]] bool hinted(ParamId id) const { return hinted_[index(id)] != 0; }
+
   /// Starts the exchange with the other ranks. Collective, after the last bucket has left.
   void start_exchange(Communicator& comm, at::Device device);
   [[nodiscard]] bool exchange_started() const { return counts_.defined(); }
@@ -40,6 +47,10 @@ class UsageTracker {
   [[nodiscard]] bool used_anywhere(ParamId id) const { return users_[index(id)] != 0; }
   [[nodiscard]] bool late_anywhere(ParamId id) const { return late_comers_[index(id)] != 0; }
   [[nodiscard]] bool anyone_late() const { return anyone_late_; }
+  /// There is a parameter that no rank used.
+  [[nodiscard]] bool any_unused() const { return any_unused_; }
+  /// An exchange has taken place, in this step or in an earlier one.
+  [[nodiscard]] bool knows_other_ranks() const { return knows_other_ranks_; }
 
   /// Number of ranks that used each parameter (int32), as last exchanged; before that, zeros.
   [[nodiscard]] at::Tensor map(at::Device device) const;
@@ -51,10 +62,13 @@ class UsageTracker {
   std::vector<uint8_t> used_;
   std::vector<uint8_t> late_;
   std::vector<uint8_t> presumed_unused_;
+  std::vector<uint8_t> hinted_;
   std::vector<uint8_t> surprising_;  // was late once: never presumed unused again
   std::vector<int32_t> users_;       // ranks, by ParamId, as last exchanged
   std::vector<int32_t> late_comers_;
   bool anyone_late_ = false;
+  bool any_unused_ = false;
+  bool knows_other_ranks_ = false;
   at::Tensor counts_;
   TransferPtr transfer_;
 };

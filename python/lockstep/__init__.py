@@ -15,7 +15,20 @@ from lockstep._version import __version__
 
 check_build()
 
+from lockstep._codes import LocalGradientWarning  # noqa: E402
 from lockstep._install import install, uninstall  # noqa: E402
+from lockstep._monitor import dump_state, install_signal_handler  # noqa: E402
+from lockstep._outputs import register_output_type  # noqa: E402
 from lockstep.ddp import DistributedDataParallel  # noqa: E402
 
-__all__ = ["DistributedDataParallel", "__version__", "build_info", "install", "uninstall"]
+__all__ = [
+    "DistributedDataParallel",
+    "LocalGradientWarning",
+    "__version__",
+    "build_info",
+    "dump_state",
+    "install",
+    "install_signal_handler",
+    "register_output_type",
+    "uninstall",
+]

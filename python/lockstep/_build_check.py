@@ -21,7 +21,7 @@ def build_info() -> dict[str, str | None]:
     except ModuleNotFoundError as error:
         raise ImportError(
             "lockstep's extension is not built: this folder holds its sources only. "
-            f"Run, in the source folder of lockstep: {REBUILD}"
+            f"Run, in the source folder of lockstep: {REBUILD} [LS-116]"
         ) from error
     return dict(BUILD_INFO)
 
@@ -39,7 +39,7 @@ def check_build() -> None:
         raise ImportError(
             f"lockstep was built for torch {built_for}, but torch {torch.__version__} is imported. "
             "The two do not fit together and would crash. "
-            f"Build again, in the source folder of lockstep: {REBUILD}"
+            f"Build again, in the source folder of lockstep: {REBUILD} [LS-116]"
         )
 
 

@@ -13,9 +13,10 @@ from lockstep import _C
 class Reducer(_C.Reducer):
     """One replica's reducer, with the method names of ``dist.Reducer``."""
 
-    def __init__(self, *, process_group: dist.ProcessGroup, **options: Any) -> None:
-        super().__init__(process_group=process_group, **options)
+    def __init__(self, *, process_group: dist.ProcessGroup, stall_threshold_ms: int, **options: Any) -> None:
+        super().__init__(process_group=process_group, stall_threshold_ms=stall_threshold_ms, **options)
         self._process_group = process_group
+        self._stall_threshold_ms = stall_threshold_ms
 
     def _run_allreduce_hook(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """Sum one bucket in place. The future holds a list with the bucket's buffer."""
@@ -30,8 +31,8 @@ class Reducer(_C.Reducer):
 
     def _reset_state(self) -> None:
         """Forget whatever is under way and make a new plan after the next backward."""
-        self.reset(self._process_group)
+        self.reset(self._process_group, self._stall_threshold_ms)
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
-        self.reset(process_group)
+        self.reset(process_group, self._stall_threshold_ms)

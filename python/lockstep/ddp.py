@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from lockstep import _C, _compat
+from lockstep import _C, _codes, _compat
 from lockstep._build_check import build_info
+from lockstep._codes import Code, tagged
+from lockstep._extras import Extras
 from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
 
@@ -22,12 +24,20 @@ from lockstep._reducer import Reducer
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(Extras, TorchDDP):
     """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
 
     Takes the arguments of torch's class, of every supported version, and means the same by them. It is a subclass, so
     whatever asks ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` is content; the engine underneath
     is Lockstep's. Construction is collective: ranks must pass the same model and arguments.
+
+    Args:
+        strict: warnings about gradients that stayed on one rank are errors (RuntimeError).
+        check_sync_every: compare parameters and buffers over ranks before every so many reduced forwards; 0: never.
+        stall_threshold: in seconds. A rank that waits for the others longer than this prints who is missing. 0: no
+            monitor. None: the environment variable LOCKSTEP_STALL_THRESHOLD, else 30.
+        uneven_forwards: ranks may run different numbers of forwards between two reductions.
+        allow_passthrough: a module without trainable parameters is wrapped too, and simply forwarded.
 
     Raises:
         RuntimeError: on every rank, when ranks wrap different models (the message names the first difference), or when
@@ -62,13 +72,25 @@ class DistributedDataParallel(TorchDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
+        strict: bool = False,
+        check_sync_every: int = 0,
+        stall_threshold: float | None = None,
+        uneven_forwards: bool = False,
+        allow_passthrough: bool = False,
     ) -> None:
         _check_caps(bucket_cap_mb, bucket_cap_mb_list)
         if mixed_precision is not None:
             raise NotImplementedError(
-                "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` argument. "
-                "Use torch.autocast around forward, or a half-precision comm hook for half the bytes on the wire."
+                tagged(
+                    Code.MIXED_PRECISION,
+                    "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` argument. "
+                    "Use torch.autocast around forward, or a half-precision comm hook for half the bytes on the wire.",
+                )
             )
+        if self._passes_through(module, allow_passthrough):
+            return
+        self._set_watch_options(strict, check_sync_every, stall_threshold, uneven_forwards)
         # Torch would check and copy the model with its own collectives; `_ddp_init_helper` does it with ours.
         self._init_sync_due = init_sync
         self._init_sync_buffers = broadcast_buffers is not False
@@ -89,7 +111,6 @@ class DistributedDataParallel(TorchDDP):
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
             device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=bucket_cap_mb_list,
@@ -120,12 +141,18 @@ class DistributedDataParallel(TorchDDP):
             limits=limits,
             lazy_buckets=self.lazy_bucket_allocation,
             skip_unused_buckets=self.skip_all_reduce_unused_params,
+            strict=self._strict,
+            uneven_forwards=self._uneven_forwards,
+            stall_threshold_ms=round(1000 * self._stall_threshold),
         )
+        self.reducer.set_warning_observer(_codes.warn)
         if self._use_python_reducer:
             self.reducer._remove_autograd_hooks()  # torch registers hooks in Python instead
         if self.__dict__.pop("_init_sync_due", False):
             self.reducer.verify_same_model()
-            self.reducer.copy_from_rank_zero(self._initial_state(), self.broadcast_bucket_size)
+            self.reducer.copy_from(self._initial_state(), self.broadcast_bucket_size, 0)
+            self._compare_initial_buffers()
+        self._start_watch(parameters)
         self.logger = _C.Logger(
             self.reducer,
             self.process_group,
@@ -148,9 +175,12 @@ class DistributedDataParallel(TorchDDP):
         if self.device_type not in served:
             self._log_and_throw(
                 RuntimeError,
-                f"[rank {self.process_group.rank()}] the module's parameters are on '{self.device_type}', but this "
-                f"build of lockstep serves {', '.join(sorted(served))} only. Move the module there before wrapping it, "
-                "or use torch's own class.",
+                tagged(
+                    Code.DEVICE,
+                    f"[rank {self.process_group.rank()}] the module's parameters are on '{self.device_type}', but this "
+                    f"build of lockstep serves {', '.join(sorted(served))} only. Move the module there before wrapping "
+                    "it, or use torch's own class.",
+                ),
             )
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
@@ -167,6 +197,11 @@ class DistributedDataParallel(TorchDDP):
 
     # ---- one step ----
 
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not self._use_python_reducer:
+            self._check_before_forward()
+        return super()._pre_forward(*inputs, **kwargs)
+
     def _post_forward(self, output: Any) -> Any:
         if self._use_python_reducer or self._delay_all_reduce_all_params:
             return super()._post_forward(output)
@@ -175,10 +210,24 @@ class DistributedDataParallel(TorchDDP):
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         if reduces:
             # Outputs go out as they are: the engine watches them instead of passing them through a node of its own.
-            self.reducer.prepare_for_backward(tensors_in(output))
+            tensors = tensors_in(output)
+            if not tensors and output is not None and (self.find_unused_parameters or self.static_graph):
+                self._refuse_output(output)
+            self.reducer.prepare_for_backward([tensor for tensor in tensors if tensor.requires_grad])
+        elif torch.is_grad_enabled():
+            self.reducer.expect_local_backward()
         self.require_forward_param_sync = reduces
         self._clear_grad_buffer()
         return output
+
+    def will_sync_module_buffers(self) -> bool:
+        # Under no_grad in eval mode forward changes no buffer, and one rank may evaluate alone.
+        return bool(super().will_sync_module_buffers()) and (torch.is_grad_enabled() or self.training)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        self.reducer.copy_from(tensors, buffer_size, authoritative_rank)
 
     def _delayed_all_reduce_hook(self, grad: torch.Tensor) -> torch.Tensor:
         # As torch's, but it respects no_sync and somebody waits for the result.
@@ -218,10 +267,18 @@ class DistributedDataParallel(TorchDDP):
 
     def _check_manual_finalization(self) -> None:
         if self._use_python_reducer:
-            raise RuntimeError("Manual backward finalization is not supported with the Python reducer.")
+            raise RuntimeError(
+                tagged(
+                    Code.NO_MANUAL_FINALIZATION,
+                    "Manual backward finalization is not supported with the Python reducer.",
+                )
+            )
         if self._delay_all_reduce_all_params:
             raise RuntimeError(
-                "Manual backward finalization is not supported when all DDP parameters use delayed all-reduce."
+                tagged(
+                    Code.NO_MANUAL_FINALIZATION,
+                    "Manual backward finalization is not supported when all DDP parameters use delayed all-reduce.",
+                )
             )
 
     @contextmanager
@@ -257,37 +314,52 @@ class DistributedDataParallel(TorchDDP):
         """
         self._check_comm_hook(_with_types(hook))
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        self._claim_hook(name)
+        self._check_no_hook(name)
         self.reducer.set_python_hook(state, hook, name)
+        self._note_hook(name)
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        self._claim_hook(str(comm_hook_type))
+        name = str(comm_hook_type)
+        self._check_no_hook(name)
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
-            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, str(comm_hook_type))
+            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, name)
         else:
             self.reducer.set_comm_hook("allreduce")
+        self._note_hook(name)
 
-    def _claim_hook(self, name: str) -> None:
+    def _check_no_hook(self, name: str) -> None:
         if self._engine_hook is not None:
             self._log_and_throw(
                 RuntimeError,
-                f"register_comm_hook or register_builtin_comm_hook can only be called once; '{self._engine_hook}' is "
-                f"registered already and '{name}' would replace it. Combine both in one hook.",
+                tagged(
+                    Code.HOOK_TWICE,
+                    f"register_comm_hook or register_builtin_comm_hook can only be called once; '{self._engine_hook}' is "
+                    f"registered already and '{name}' would replace it. Combine both in one hook.",
+                ),
             )
+
+    def _note_hook(self, name: str) -> None:
         self._engine_hook = name
         self.logger._set_comm_hook_name(name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         manual = state.pop("_manual_finalization", False)
         state.pop("_init_sync_due", None)
+        state.pop("_reduced_hooks", None)  # called by the reducer of the original
         super().__setstate__(state)
         if manual:
             self.require_manual_backward_finalization = manual
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            self._log_and_throw(ValueError, "DDP runtime logging sample rate should be equal or greater than 1")
+            self._log_and_throw(
+                ValueError,
+                tagged(
+                    Code.SAMPLE_RATE,
+                    f"DDP runtime logging sample rate should be equal or greater than 1, but is {sample_rate}",
+                ),
+            )
         self.logger.set_sample_rate(sample_rate)
 
 
@@ -311,4 +383,8 @@ def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[float] | N
     for name, caps in given.items():
         for cap in caps:
             if cap is not None and cap <= 0:
-                raise ValueError(f"{name} is the size of a bucket in MiB and must be positive, but is {cap}.")
+                raise ValueError(
+                    tagged(
+                        Code.BUCKET_CAP, f"{name} is the size of a bucket in MiB and must be positive, but is {cap}."
+                    )
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -80,6 +81,14 @@ class Pair:
     def zero(self, set_to_none: bool = True) -> None:
         self.wrapped.zero_grad(set_to_none=set_to_none)
         self.plain.zero_grad(set_to_none=set_to_none)
+
+    def train(self, steps: int, make_input: Callable[[int], Any], loss: Loss = lambda out: out.square().sum()) -> None:
+        """``steps`` whole steps on the data that ``make_input(step)`` gives, each checked."""
+        for step in range(steps):
+            self.backward(functools.partial(make_input, step), loss)
+            self.check()
+            self.update()
+            self.zero()
 
 
 def rank_data(*shape: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

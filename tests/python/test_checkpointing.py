@@ -39,14 +39,11 @@ def _once(reentrant: bool, hidden: bool, options: dict) -> None:
         lambda: Blocks(reentrant, hidden),
         lambda module: lockstep.DistributedDataParallel(module, bucket_cap_mb=1e-6, **options),
     )
-    for step in range(4):
-        pair.backward(
-            lambda step=step: rank_data(3, 6, step=step).requires_grad_(),
-            loss=lambda out: (out.value if hidden else out).square().sum(),
-        )
-        pair.check()
-        pair.update()
-        pair.zero()
+    pair.train(
+        4,
+        lambda step: rank_data(3, 6, step=step).requires_grad_(),
+        loss=lambda out: (out.value if hidden else out).square().sum(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,11 +119,7 @@ class SharedWeight(nn.Module):
 
 def _shared(reentrant: bool, options: dict) -> None:
     pair = Pair(lambda: SharedWeight(reentrant), lambda module: lockstep.DistributedDataParallel(module, **options))
-    for step in range(4):
-        pair.backward(lambda step=step: rank_data(3, 6, step=step).requires_grad_())
-        pair.check()
-        pair.update()
-        pair.zero()
+    pair.train(4, lambda step: rank_data(3, 6, step=step).requires_grad_())
 
 
 @pytest.mark.parametrize(

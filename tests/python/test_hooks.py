@@ -56,11 +56,7 @@ def _mean(hook: str, kind: str, options: dict) -> None:
         return model
 
     pair = Pair(make, wrap)
-    for step in range(4):
-        pair.backward(lambda step=step: data(step))
-        pair.check()
-        pair.update()
-        pair.zero()
+    pair.train(4, lambda step: data(step))
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["default", "views"])

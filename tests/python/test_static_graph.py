@@ -82,11 +82,7 @@ class Twice(torch.nn.Module):
 
 def _checkpointed_twice(reentrant: bool, options: dict) -> None:
     pair = Pair(lambda: Twice(reentrant), lambda module: lockstep.DistributedDataParallel(module, **options))
-    for step in range(4):
-        pair.backward(lambda step=step: rank_data(3, 6, step=step).requires_grad_())
-        pair.check()
-        pair.update()
-        pair.zero()
+    pair.train(4, lambda step: rank_data(3, 6, step=step).requires_grad_())
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["default", "views"])

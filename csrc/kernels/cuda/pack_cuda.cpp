@@ -21,10 +21,10 @@ Element element_of(const at::Tensor& bucket) {
     case at::kBFloat16:
       return Element::kBFloat16;
     default:
-      fail(
-          "a bucket on {} has dtype {}, which the CUDA kernels do not move: they know float, double, half and "
-          "bfloat16. Keep parameters of this dtype on the CPU, or exclude them from the reduction.",
-          bucket.device().str(), c10::toString(bucket.scalar_type()));
+      fail(Code::kNoCudaKernels,
+           "a bucket on {} has dtype {}, which the CUDA kernels do not move: they know float, double, half and "
+           "bfloat16. Keep parameters of this dtype on the CPU, or exclude them from the reduction.",
+           bucket.device().str(), c10::toString(bucket.scalar_type()));
   }
 }
 
@@ -33,7 +33,8 @@ class OnDevice {
  public:
   explicit OnDevice(const at::Tensor& bucket) {
     if (!bucket.is_cuda()) {
-      fail("the model is on {}, which lockstep has no kernels for. Move it to a CUDA device or to the CPU.",
+      fail(Code::kNoCudaKernels,
+           "the model is on {}, which lockstep has no kernels for. Move it to a CUDA device or to the CPU.",
            bucket.device().str());
     }
     guard_.set_device(bucket.device());
@@ -53,9 +54,9 @@ void check(const Launched& launched, const at::Tensor& bucket, size_t num_segmen
       launched.status == cudaErrorNoKernelImageForDevice
           ? "This build has no kernels for this GPU: rebuild with TORCH_CUDA_ARCH_LIST set to its compute capability."
           : "An earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1 to see which.";
-  fail("{} of {} gradients ({} elements of {} on {}) could not be launched: {} ({}). {}", what, num_segments,
-       bucket.numel(), c10::toString(bucket.scalar_type()), bucket.device().str(), cudaGetErrorString(launched.status),
-       cudaGetErrorName(launched.status), remedy);
+  fail(Code::kDeviceFailed, "{} of {} gradients ({} elements of {} on {}) could not be launched: {} ({}). {}", what,
+       num_segments, bucket.numel(), c10::toString(bucket.scalar_type()), bucket.device().str(),
+       cudaGetErrorString(launched.status), cudaGetErrorName(launched.status), remedy);
 }
 
 }  // namespace

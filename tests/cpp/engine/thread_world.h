@@ -57,7 +57,7 @@ class ThreadWorld {
 
   void wait(const Meeting& meeting) {
     std::unique_lock lock(mutex_);
-    if (!changed_.wait_for(lock, kPatience, [&] { return meeting.done; })) fail("a rank did not come");
+    if (!changed_.wait_for(lock, kPatience, [&] { return meeting.done; })) fail(Code::kStalled, "a rank did not come");
   }
 
  private:

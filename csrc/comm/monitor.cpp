@@ -1,0 +1,277 @@
+#include "comm/monitor.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <map>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
+
+#include "core/error.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kHeartbeat{1000};
+constexpr milliseconds kTick{200};
+constexpr milliseconds kFarewell{1000};
+constexpr int kRanksPerSecond = 100;  // lines read by a waiting rank
+
+std::atomic<uint64_t> dumps_requested{0};
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "it is written by signal handlers");
+
+std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
+
+}  // namespace
+
+struct Monitor::State {
+  const c10::intrusive_ptr<c10d::Store> store;
+  const int rank;
+  const int size;
+  const std::shared_ptr<Progress> progress;
+  const milliseconds threshold;
+  const pid_t process = getpid();
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool stop = false;
+  bool ended = false;
+  std::string verdict;
+
+  std::atomic<uint64_t> beat{0};
+  std::mutex reading;      // of the next two
+  std::vector<bool> seen;  // ranks that have written before
+  PeerWatch watch;
+
+  // The thread's own.
+  Clock::time_point next_beat{};
+  Clock::time_point next_look{};
+  int64_t report_at_ms = 0;
+  bool reported_silence = false;
+  bool store_lost = false;
+  uint64_t dumps = dumps_requested.load();
+
+  State(c10::intrusive_ptr<c10d::Store> store_of_all, int this_rank, int ranks, std::shared_ptr<Progress> mine,
+        milliseconds patience)
+      : store(std::move(store_of_all)),
+        rank(this_rank),
+        size(ranks),
+        progress(std::move(mine)),
+        threshold(patience),
+        seen(static_cast<size_t>(ranks)),
+        watch(this_rank, patience),
+        report_at_ms(patience.count()) {}
+
+  [[nodiscard]] Standing look() {
+    Standing mine = progress->look();
+    mine.beat = beat;
+    return mine;
+  }
+
+  void publish(Standing mine) {
+    mine.beat = ++beat;
+    store->set(std::to_string(rank), bytes(encode(mine)));
+  }
+
+  PeerWatch::Lines read() {
+    const std::lock_guard lock(reading);
+    PeerWatch::Lines lines(static_cast<size_t>(size));
+    for (size_t r = 0; r < lines.size(); ++r) {
+      const std::string key = std::to_string(r);
+      if (!seen[r] && !store->check({key})) continue;
+      seen[r] = true;
+      const std::vector<uint8_t> value = store->get(key);
+      lines[r] = decode({reinterpret_cast<const char*>(value.data()), value.size()});
+    }
+    return lines;
+  }
+
+  PeerWatch::Judgement judge(const Standing& mine) {
+    const PeerWatch::Lines lines = read();
+    const std::lock_guard lock(reading);
+    return watch.judge(lines, mine, Clock::now());
+  }
+
+  void tick() {
+    const Clock::time_point now = Clock::now();
+    if (!store_lost) {
+      try {
+        if (now >= next_beat) {
+          publish(progress->look());
+          next_beat = now + kHeartbeat;
+        }
+        look_around(now);
+      } catch (const std::exception&) {
+        store_lost = true;
+      }
+    }
+    if (store_lost) miss_store();
+    if (dumps != dumps_requested.load()) dump();
+  }
+
+  void look_around(Clock::time_point now) {
+    const Standing mine = look();
+    if (!is_waiting(mine.stage)) {
+      report_at_ms = threshold.count();
+      reported_silence = false;
+      const std::lock_guard lock(mutex);
+      verdict.clear();
+      return;
+    }
+    const milliseconds interval = std::min(kHeartbeat, threshold / 4);
+    if (mine.since_ms < interval.count() || now < next_look) return;
+    next_look = now + interval * std::max(1, size / kRanksPerSecond);
+    const PeerWatch::Judgement judgement = judge(mine);
+    if (mine.since_ms >= report_at_ms || (judgement.silent && !reported_silence)) {
+      fmt::print(stderr, "{}\n", judgement.report);
+      while (report_at_ms <= mine.since_ms) report_at_ms *= 2;
+      reported_silence = judgement.silent;
+    }
+    const std::lock_guard lock(mutex);
+    verdict = judgement.error;
+  }
+
+  /// The process that hosts the store is gone, and with it most likely the job.
+  void miss_store() {
+    const Standing mine = look();
+    const bool overdue = is_waiting(mine.stage) && mine.since_ms >= threshold.count();
+    const std::lock_guard lock(mutex);
+    verdict = overdue
+                  ? coded(Code::kPeerLost,
+                          fmt::format("[rank {}] waits since {:.1f} s, and the process group's store does not answer "
+                                      "any more: the process that hosts it (rank 0, or the launcher) has probably "
+                                      "died. Restart the job from its last checkpoint.",
+                                      rank, static_cast<double>(mine.since_ms) / 1000))
+                  : "";
+  }
+
+  void dump() {
+    dumps = dumps_requested.load();
+    std::string text = fmt::format("[rank {}] where all ranks stand:\n", rank);
+    try {
+      const PeerWatch::Lines lines = read();
+      for (size_t r = 0; r < lines.size(); ++r) {
+        const int other = static_cast<int>(r);
+        const std::optional<Standing> line = other == rank ? look() : lines[r];
+        text += "  " + (line ? sentence(other, *line) : fmt::format("rank {} has not been heard of", r)) + "\n";
+      }
+    } catch (const std::exception& error) {
+      text += fmt::format("  {}; the others are unknown: {}\n", sentence(rank, look()), error.what());
+    }
+    fmt::print(stderr, "{}", text);
+  }
+
+  void run() {
+    std::unique_lock lock(mutex);
+    while (!stop) {
+      lock.unlock();
+      tick();
+      lock.lock();
+      changed.wait_for(lock, std::min(kTick, threshold / 4), [this] { return stop; });
+    }
+    lock.unlock();
+    if (!store_lost && progress->stage() != Stage::kFailed) {
+      try {
+        progress->enter(Stage::kLeft);
+        publish(progress->look());
+      } catch (const std::exception&) {  // the store may have gone first
+      }
+    }
+    lock.lock();
+    ended = true;
+    changed.notify_all();
+  }
+};
+
+Monitor::Monitor(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::shared_ptr<Progress> progress,
+                 std::chrono::milliseconds threshold)
+    : state_(std::make_shared<State>(store, rank, size, std::move(progress), threshold)),
+      thread_([state = state_] { state->run(); }) {}
+
+Monitor::~Monitor() {
+  if (getpid() != state_->process) {  // a forked child has no such thread
+    thread_.detach();
+    return;
+  }
+  std::unique_lock lock(state_->mutex);
+  state_->stop = true;
+  state_->changed.notify_all();
+  const bool ended = state_->changed.wait_for(lock, kFarewell, [this] { return state_->ended; });
+  lock.unlock();
+  if (ended) {
+    thread_.join();
+  } else {
+    thread_.detach();
+  }
+}
+
+void Monitor::raise_if_hopeless() {
+  const std::lock_guard lock(state_->mutex);
+  if (!state_->verdict.empty()) throw PeerError(state_->verdict);
+}
+
+std::string Monitor::explain_failure(const std::string& text) {
+  const Standing mine = state_->look();
+  publish_failure(text);
+  const auto deadline = Clock::now() + PeerWatch::kSilence + kHeartbeat;
+  std::string report;
+  try {
+    while (Clock::now() < deadline) {
+      const PeerWatch::Judgement judgement = state_->judge(mine);
+      if (!judgement.error.empty()) return judgement.error;
+      report = judgement.report;
+      if (judgement.silent) break;
+      std::unique_lock lock(state_->mutex);
+      state_->changed.wait_for(lock, kTick, [this] { return state_->stop; });
+    }
+  } catch (const std::exception& error) {
+    return fmt::format("The process group's store does not answer either: {}", error.what());
+  }
+  return report;
+}
+
+void Monitor::publish_failure(const std::string& text) {
+  state_->progress->fail(text);
+  try {
+    state_->publish(state_->progress->look());
+  } catch (const std::exception&) {  // then nobody can be told
+  }
+}
+
+PeerWatch::Lines Monitor::lines() {
+  PeerWatch::Lines lines = state_->read();
+  lines[static_cast<size_t>(state_->rank)] = state_->look();
+  return lines;
+}
+
+int Monitor::rank() const { return state_->rank; }
+
+void Monitor::request_dump() { ++dumps_requested; }
+
+c10::intrusive_ptr<c10d::Store> monitor_store(const c10::intrusive_ptr<c10d::Store>& group_store,
+                                              const std::string& group_name, int rank) {
+  // Wrapping is collective, so that every rank counts alike. By rank too: ranks may be threads of one process.
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, int>, int> replicas;
+  if (!group_store) return nullptr;
+  c10::intrusive_ptr<c10d::Store> base = group_store;
+  while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(base.get())) base = prefixed->getUnderlyingStore();
+  const bool usable = dynamic_cast<c10d::TCPStore*>(base.get()) != nullptr ||
+                      dynamic_cast<c10d::FileStore*>(base.get()) != nullptr ||
+                      dynamic_cast<c10d::HashStore*>(base.get()) != nullptr;
+  if (!usable) return nullptr;
+  const std::lock_guard lock(mutex);
+  const int number = replicas[{group_name, rank}]++;
+  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("lockstep/{}", number), group_store->clone());
+}
+
+}  // namespace lockstep

@@ -1,0 +1,73 @@
+// Talks about waiting through the store, and not through the group that may be stuck.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "core/error.h"
+#include "core/peer_watch.h"
+#include "core/progress.h"
+
+namespace lockstep {
+
+/// Waiting for another rank has become hopeless. The group cannot be used any more.
+class PeerError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Writes one line a second about this rank into the store, and reads those of the others while this rank waits.
+///
+/// A wait longer than the threshold is reported on stderr, with where every missing rank stands; the report is repeated
+/// at twice the age. When waiting has become hopeless (a rank failed, left, or has been silent beyond the threshold),
+/// `raise_if_hopeless` throws. One thread per monitor; a store that does not answer ends it, never the training.
+///
+/// Traffic: one small write a second; while waiting, one read of all lines a second in groups of up to 100 ranks, more
+/// rarely in larger ones.
+class Monitor {
+ public:
+  /// @param store      shared by all ranks of the group; equal prefix on all. A connection of its own is made.
+  /// @param threshold  > 0. Waits shorter than this are nobody's business.
+  Monitor(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::shared_ptr<Progress> progress,
+          std::chrono::milliseconds threshold);
+  /// Tells the others that this rank has left. Returns within about a second, whatever the store does.
+  ~Monitor();
+  Monitor(const Monitor&) = delete;
+  Monitor& operator=(const Monitor&) = delete;
+
+  /// @throws PeerError  waiting makes no sense any more.
+  void raise_if_hopeless();
+
+  /// Publishes our own failure at once and gives the others a moment to be seen dead or failed: a collective has
+  /// failed here, and the cause is probably there. Returns what was found out, or an empty text.
+  [[nodiscard]] std::string explain_failure(const std::string& text);
+
+  /// Publishes at once that this rank has failed, if the store answers.
+  void publish_failure(const std::string& text);
+
+  /// What all ranks say about themselves now. Empty entries: never heard of. May block for as long as the store does.
+  [[nodiscard]] PeerWatch::Lines lines();
+
+  [[nodiscard]] int rank() const;
+
+  /// Has the thread print where all ranks stand. Callable from a signal handler.
+  static void request_dump();
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;  // outlives this object when the store blocks its thread
+  std::thread thread_;
+};
+
+/// A connection to the store of `group` under a prefix for one more replica, or null where the group has none that a
+/// thread of ours may use (one written in Python).
+[[nodiscard]] c10::intrusive_ptr<c10d::Store> monitor_store(const c10::intrusive_ptr<c10d::Store>& group_store,
+                                                            const std::string& group_name, int rank);
+
+}  // namespace lockstep

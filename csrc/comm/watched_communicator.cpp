@@ -1,0 +1,105 @@
+#include "comm/watched_communicator.h"
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+#include "comm/c10d_communicator.h"
+#include "core/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::milliseconds kPatience{100};
+
+/// Waits, and lets the monitor end the wait or explain its failure.
+template <typename WaitFor>
+void outwait_with(Monitor& monitor, const WaitFor& wait_for) {
+  try {
+    while (!wait_for(kPatience)) monitor.raise_if_hopeless();
+  } catch (const Error&) {
+    throw;
+  } catch (c10::Error& error) {
+    const std::string cause = monitor.explain_failure(error.what_without_backtrace());
+    if (!cause.empty()) error.add_context(cause);
+    throw;
+  } catch (const std::runtime_error& error) {  // gloo's own kind; hooks written in Python raise others
+    const std::string cause = monitor.explain_failure(error.what());
+    if (cause.empty()) throw;
+    throw PeerError(coded(Code::kReductionFailed, std::string(error.what()) + " " + cause));
+  }
+}
+
+class WatchedTransfer final : public Transfer {
+ public:
+  WatchedTransfer(TransferPtr inner, std::shared_ptr<Monitor> monitor)
+      : inner_(std::move(inner)), monitor_(std::move(monitor)) {}
+
+  void wait() override {
+    outwait_with(*monitor_, [this](std::chrono::milliseconds patience) { return inner_->wait_for(patience); });
+  }
+  bool wait_for(std::chrono::milliseconds patience) override { return inner_->wait_for(patience); }
+
+ private:
+  TransferPtr inner_;
+  std::shared_ptr<Monitor> monitor_;
+};
+
+class WatchedCommunicator final : public Communicator {
+ public:
+  WatchedCommunicator(std::shared_ptr<Communicator> inner, std::shared_ptr<Monitor> monitor)
+      : inner_(std::move(inner)), monitor_(std::move(monitor)) {}
+
+  [[nodiscard]] int rank() const override { return inner_->rank(); }
+  [[nodiscard]] int size() const override { return inner_->size(); }
+  [[nodiscard]] std::string name() const override { return inner_->name(); }
+
+  TransferPtr sum(at::Tensor data) override { return watch(inner_->sum(std::move(data))); }
+  TransferPtr sum_all(std::span<const at::Tensor> tensors) override { return watch(inner_->sum_all(tensors)); }
+  TransferPtr max(at::Tensor data) override { return watch(inner_->max(std::move(data))); }
+  TransferPtr average(at::Tensor data) override { return watch(inner_->average(std::move(data))); }
+  TransferPtr broadcast(at::Tensor data, int root) override { return watch(inner_->broadcast(std::move(data), root)); }
+  TransferPtr all_gather(at::Tensor output, at::Tensor input) override {
+    return watch(inner_->all_gather(std::move(output), std::move(input)));
+  }
+  TransferPtr all_to_all(at::Tensor output, at::Tensor input) override {
+    return watch(inner_->all_to_all(std::move(output), std::move(input)));
+  }
+  TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override {
+    return watch(inner_->reduce_scatter(std::move(output), std::move(input)));
+  }
+  void outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for) override {
+    outwait_with(*monitor_, [&, start = std::chrono::steady_clock::now()](std::chrono::milliseconds patience) {
+      const bool done = wait_for(patience);
+      if (done || std::chrono::steady_clock::now() - start < timeout()) return done;
+      fail(Code::kStalled, "nothing came within the process group's timeout of {} ms", timeout().count());
+    });
+  }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
+  [[nodiscard]] std::shared_ptr<Monitor> monitor() const override { return monitor_; }
+
+ private:
+  TransferPtr watch(TransferPtr transfer) { return std::make_unique<WatchedTransfer>(std::move(transfer), monitor_); }
+
+  std::shared_ptr<Communicator> inner_;
+  std::shared_ptr<Monitor> monitor_;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> watched(std::shared_ptr<Communicator> inner, std::shared_ptr<Monitor> monitor) {
+  if (!monitor) return inner;
+  return std::make_shared<WatchedCommunicator>(std::move(inner), std::move(monitor));
+}
+
+std::shared_ptr<Communicator> make_watched_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                        const std::shared_ptr<Progress>& progress,
+                                                        std::chrono::milliseconds threshold) {
+  auto inner = std::make_shared<C10dCommunicator>(group);
+  if (threshold.count() <= 0 || inner->size() == 1) return inner;
+  const auto store = monitor_store(group->getStore(), group->getGroupName(), inner->rank());
+  if (!store) return inner;
+  return watched(inner, std::make_shared<Monitor>(store, inner->rank(), inner->size(), progress, threshold));
+}
+
+}  // namespace lockstep

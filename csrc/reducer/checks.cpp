@@ -1,0 +1,184 @@
+// What the reducer tells its user: errors, warnings, and the checks that lead to them.
+#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "reducer/messages.h"
+#include "reducer/reducer.h"
+
+namespace lockstep {
+
+void Reducer::raise(Code code, const std::string& text) const {
+  const std::string full = coded(code, fmt::format("[rank {}] {}", comm_->rank(), text));
+  progress_->fail(full);
+  if (error_observer_) error_observer_(full);
+  throw Error(full);
+}
+
+void Reducer::warn(Code code, const std::string& text) const {
+  if (options_.strict) raise(code, text);
+  const std::string full = coded(code, fmt::format("[rank {}] {}", comm_->rank(), text));
+  if (warning_observer_) return warning_observer_(code, full);
+  TORCH_WARN(full);
+}
+
+void Reducer::warn_once(Code code, const std::string& text) {
+  if (warned_.insert(code).second) warn(code, text);
+}
+
+// ---- gradients that nobody expects, or that are gone ----
+
+/// A gradient has arrived. Did a forward say what is to become of it, and does the user's switch still say the same?
+void Reducer::check_announced(ParamId id) {
+  if (phase_ == Phase::kIdle) {
+    return warn_once(
+        Code::kUnannounced,
+        fmt::format(
+            "parameter {} got a gradient in a backward that no forward of the wrapper has announced: forward was "
+            "not run through the wrapper (`model.module(...)`, or a method other than forward), or its gradients "
+            "had been reduced before. These gradients stay on this rank. Call the wrapper itself, or use "
+            "`model.call(\"method\", ...)`; `model.no_sync()` says that this is meant.",
+            params_.label(id)));
+  }
+  if (phase_ == Phase::kAccumulating && switch_reduces_) {
+    warn_once(
+        Code::kModeFlipped,
+        "forward ran under no_sync() (require_backward_grad_sync=False), but backward runs outside of it: forward "
+        "decides, so these gradients stay on this rank. Put forward and backward under the same setting.");
+  } else if (phase_ == Phase::kArmed && !switch_reduces_) {
+    warn_once(Code::kModeFlipped,
+              "no_sync() was entered after forward (require_backward_grad_sync=False now, True at forward): forward "
+              "decides, so this backward still synchronises. Put forward and backward under the same setting.");
+  }
+}
+
+/// The gradient is said to be there, but is not.
+void Reducer::check_cleared(ParamId id) {
+  if (specs_[index(id)].numel == 0 || !has_user_hook(params_.tensors[index(id)])) return;
+  warn_once(
+      Code::kClearedByHook,
+      fmt::format("the gradient of parameter {} was cleared by a hook before it could be reduced; zeros are sent for "
+                  "it. An optimizer step in a post-accumulate hook uses the gradients of this rank alone: use "
+                  "`model.register_reduced_hook(...)`, which runs after the reduction.",
+                  params_.label(id)));
+}
+
+/// A backward reached an output of forward and not one of our parameters.
+void Reducer::check_silent_backward() {
+  if (backward_kind_ == BackwardKind::kGradOfParameters) {
+    return warn_once(
+        Code::kGradOfParameters,
+        "torch.autograd.grad(...) with respect to parameters returns the gradients of this rank alone; only "
+        "backward() reduces them over ranks. The next backward works as usual.");
+  }
+  if (backward_kind_ != BackwardKind::kAccumulate || hooks_.nodes().empty()) return;
+  std::vector<ParamId> replaced;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!accumulates_through(params_.tensors[i], hooks_.nodes()[i])) replaced.push_back(param_id(i));
+  }
+  if (replaced.empty()) return;
+  phase_ = Phase::kPartial;
+  report_local_gradients();
+}
+
+/// A backward has ended with gradients missing. Another one may bring those that an output of forward still leads to:
+/// two losses, say. Anything else is reported at once.
+void Reducer::report_local_gradients() {
+  const std::vector<ParamId> missing = tracker_->missing();
+  if (missing.empty() || reported_.contains(missing)) return;
+  const std::vector<bool> may_come = outputs_.reach(missing, hooks_);
+  if (std::all_of(may_come.begin(), may_come.end(), [](bool yes) { return yes; })) return;
+  reported_.insert(missing);
+  std::string reasons = reasons_for(missing, params_, outputs_, hooks_);
+  if (outputs_.empty()) reasons = "forward returned no tensor that the wrapper could find; " + reasons;
+  warn(Code::kLocalGradients,
+       messages::local_gradients(params_, missing, tracker_->num_left(), buffers_.plan().num_buckets(), reasons));
+}
+
+/// Looking for unused parameters is not free; says so once when it never finds any.
+void Reducer::check_unused_option() {
+  constexpr int64_t kSteps = 100;
+  if (options_.graph != GraphKind::kDynamic) return;
+  if (usage_.any_unused()) {
+    warned_.insert(Code::kNothingUnused);
+  } else if (++steps_without_unused_ == kSteps && comm_->rank() == 0) {
+    warn_once(
+        Code::kNothingUnused,
+        fmt::format("find_unused_parameters=True, but every parameter was used in each of the first {} steps. The "
+                    "option costs a small exchange per step; leave it out unless the model's control flow needs it.",
+                    kSteps));
+  }
+}
+
+void Reducer::mute(Code code) {
+  const std::lock_guard lock(mutex_);
+  warned_.insert(code);
+}
+
+void Reducer::check_frozen() {
+  for (size_t i = 0; i < frozen_.size(); ++i) {
+    const auto param = frozen_[i].lock();
+    if (!param || !param->requires_grad()) continue;
+    raise(Code::kUnfrozen,
+          fmt::format(
+              "parameter '{}' requires a gradient now, but was frozen when the module was wrapped: it would not be "
+              "reduced, and ranks would drift apart. wrap the module again after changing requires_grad.",
+              frozen_names_[i]));
+  }
+}
+
+// ---- agreement with the other ranks ----
+
+PassWord Reducer::pass_word(bool joined) const {
+  return {.forwards = joined || options_.uneven_forwards ? PassWord::kAny : forwards_,
+          .pass = joined || live_ranks_ ? PassWord::kAny : passes_,
+          .mode = static_cast<int64_t>(options_.graph) + 10 * static_cast<int64_t>(finalization_) +
+                  100 * static_cast<int64_t>(options_.skip_unused_buckets) +
+                  1000 * static_cast<int64_t>(records_firings()),
+          .plan = plan_fingerprint_,
+          .hook = fingerprint(hook_->name())};
+}
+
+void Reducer::start_guard(bool joined) {
+  if (!guard_.started()) guard_.start(*comm_, pass_word(joined), params_.tensors.front().device());
+}
+
+void Reducer::check_guard() {
+  Guard::Finding finding;
+  try {
+    finding = guard_.finish();
+  } catch (const PeerError& error) {
+    unusable_ = error.what();
+    progress_->fail(unusable_);
+    throw;
+  }
+  if (finding.text.empty()) return;
+  const std::string text = fmt::format(
+      "the ranks do not agree on what to reduce in this backward: {}. Nothing was published; gradients of this step "
+      "are "
+      "those of each rank alone.",
+      finding.text);
+  if (finding.sizes_may_differ) {
+    unusable_ = text;
+    in_flight_.clear();  // they may never end
+    phase_ = Phase::kIdle;
+  }
+  raise(Code::kRanksDisagree, text);
+}
+
+void Reducer::describe_plan() {
+  std::string layout;
+  auto labels = std::make_shared<std::vector<std::string>>();
+  for (size_t b = 0; b < buffers_.plan().num_buckets(); ++b) {
+    const Bucket& bucket = buffers_.plan().bucket(bucket_id(b));
+    labels->push_back(messages::bucket(buffers_.plan(), bucket_id(b), params_));
+    layout += fmt::format("{};", bucket.numel);
+    for (const ParamId id : bucket.params) (layout += params_.names[index(id)]) += ',';
+  }
+  plan_fingerprint_ = fingerprint(layout);
+  progress_->set_labels(std::move(labels));
+}
+
+}  // namespace lockstep
