@@ -69,15 +69,13 @@ std::string NcclWatchdog::look() {
 std::string NcclWatchdog::stuck(const FlightLog::Oldest& oldest) const {
   return coded(
       Code::kStalled,
-      fmt::format("[rank {}] NCCL's {} on cuda:{} is not over after {:.1f} s ({}). Most likely another rank has not "
-                  "called it: an "
-                  "exception, a crash, or another number of steps there. NCCL: {}. The communicator of {} ranks was "
-                  "aborted and "
-                  "its "
-                  "results must not be used. See what the other ranks did, or raise NcclOptions::timeout ({:.1f} s).",
-                  who_.rank, oldest.flight->label(), who_.device, seconds(oldest.age),
-                  oldest.state == Flight::State::kIssuing ? "still connecting to the other ranks" : "on the device",
-                  nccl_reason(ncclSuccess), who_.size, seconds(timeout_)));
+      fmt::format(
+          "[rank {}] NCCL's {} on cuda:{} is not over after {:.1f} s ({}). Most likely another rank has not called it: "
+          "an exception, a crash, or another number of steps there. NCCL: {}. The communicator of {} ranks was aborted "
+          "and its results must not be used. See what the other ranks did, or raise NcclOptions::timeout ({:.1f} s).",
+          who_.rank, oldest.flight->label(), who_.device, seconds(oldest.age),
+          oldest.state == Flight::State::kIssuing ? "still connecting to the other ranks" : "on the device",
+          nccl_reason(ncclSuccess), who_.size, seconds(timeout_)));
 }
 
 void NcclWatchdog::end(std::string report) {
