@@ -30,12 +30,13 @@ endif()
 
 # lockstep_warnings: linked PRIVATE, so that users compile with their own taste.
 add_library(lockstep_warnings INTERFACE)
-target_compile_options(lockstep_warnings INTERFACE -Wall -Wextra -Wconversion -Werror)
+target_compile_options(lockstep_warnings INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wconversion;-Werror>)
 
 # LOCKSTEP_SANITIZE: the whole build under -fsanitize=...; set by the asan and tsan presets.
 set(LOCKSTEP_SANITIZE "" CACHE STRING "Sanitizers for the whole build, e.g. address,undefined")
 if(LOCKSTEP_SANITIZE)
-  add_compile_options(-fsanitize=${LOCKSTEP_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  add_compile_options(
+    "$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${LOCKSTEP_SANITIZE};-fno-sanitize-recover=all;-fno-omit-frame-pointer>")
   add_link_options(-fsanitize=${LOCKSTEP_SANITIZE})
 endif()
 
@@ -46,8 +47,8 @@ if(LOCKSTEP_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
       CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${LOCKSTEP_CCACHE})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    add_compile_options(-fpch-preprocess)
+    add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
   elseif(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
-    add_compile_options("SHELL:-Xclang -fno-pch-timestamp")
+    add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:SHELL:-Xclang -fno-pch-timestamp>")
   endif()
 endif()

@@ -9,7 +9,7 @@ set(config_dir lib/cmake/lockstep)
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" LibTorch_VERSION_MINOR_ONLY ${LibTorch_VERSION})
 
 set_target_properties(lockstep PROPERTIES
-  INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib" INSTALL_RPATH_USE_LINK_PATH ON)
+  INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;${LOCKSTEP_CUDA_RPATH}" INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS lockstep EXPORT lockstep_targets LIBRARY DESTINATION lib COMPONENT cpp)
 install(DIRECTORY csrc/ DESTINATION include/lockstep COMPONENT cpp
         FILES_MATCHING PATTERN "*.h" PATTERN "pch.h" EXCLUDE PATTERN "python" EXCLUDE)

@@ -38,6 +38,29 @@ target_compile_options(lockstep_tests PRIVATE -fPIC)
 target_precompile_headers(lockstep_tests REUSE_FROM lockstep)
 lockstep_add_test(lockstep_tests 120)
 
+# lockstep_cuda_tests: kernels and NCCL. Each test says why it is skipped where GPUs are missing. Two entries of CTest and
+# not one per test: starting CUDA takes longer than most of them. lockstep_pack_bench links no torch.
+if(LOCKSTEP_WITH_CUDA)
+  add_executable(lockstep_cuda_tests tests/cpp/cuda/pack_cuda_test.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
+  target_link_libraries(lockstep_cuda_tests PRIVATE lockstep lockstep_fmt lockstep_cuda lockstep_warnings GTest::gmock_main)
+  set_target_properties(lockstep_cuda_tests PROPERTIES LINKER_LANGUAGE CXX)
+  target_compile_options(lockstep_cuda_tests PRIVATE -fPIC)
+  target_precompile_headers(lockstep_cuda_tests REUSE_FROM lockstep)
+  add_test(NAME PackCuda COMMAND lockstep_cuda_tests --gtest_filter=*Pack*)
+  set_tests_properties(PackCuda PROPERTIES TIMEOUT 300)
+  if(LOCKSTEP_WITH_NCCL)
+    target_sources(lockstep_cuda_tests PRIVATE tests/cpp/cuda/nccl_communicator_test.cpp)
+    add_test(NAME NcclCommunicator COMMAND lockstep_cuda_tests --gtest_filter=Nccl*)
+    set_tests_properties(NcclCommunicator PROPERTIES TIMEOUT 300 RUN_SERIAL ON)
+  endif()
+
+  add_executable(lockstep_pack_bench benchmarks/kernels/pack_bench.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
+  target_include_directories(lockstep_pack_bench PRIVATE csrc)
+  target_link_libraries(lockstep_pack_bench PRIVATE lockstep_cudart lockstep_warnings)
+  target_compile_features(lockstep_pack_bench PRIVATE cxx_std_20)
+  set_target_properties(lockstep_pack_bench PROPERTIES LINKER_LANGUAGE CXX)
+endif()
+
 # lockstep_testing: process groups for tests and benchmarks. Never installed; lies in <build>/testing, put that on
 # PYTHONPATH (scripts/test.sh and pytest's settings do).
 if(LOCKSTEP_PYTHON)

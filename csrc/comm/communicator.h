@@ -1,4 +1,4 @@
-// Talking to the other ranks, as the engine sees it: five collectives, and a handle for each one on its way.
+// Talking to the other ranks, as the engine sees it: the collectives, and a handle for each one on its way.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,6 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 
 namespace lockstep {
@@ -46,6 +47,8 @@ class Communicator {
 
   /// `data` becomes the sum over ranks, bit-equal on all of them. `data` may be sparse COO where the backend can.
   virtual TransferPtr sum(at::Tensor data) = 0;
+  /// Every tensor becomes its sum over ranks, as one transfer: one launch where the backend can group them.
+  virtual TransferPtr sum_all(std::span<const at::Tensor> tensors);
   /// `data` becomes the largest value over ranks, element by element.
   virtual TransferPtr max(at::Tensor data) = 0;
   /// `data` becomes the mean over ranks: divided by the number of ranks in its own dtype, then summed.

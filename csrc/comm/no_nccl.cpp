@@ -7,7 +7,7 @@ namespace lockstep {
 std::string nccl_version() { return {}; }
 
 std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c10d::Store>& /*store*/, int rank,
-                                                     int /*size*/) {
+                                                     int /*size*/, const NcclOptions& /*options*/) {
   fail(Code::kNoNccl,
        "[rank {}] this build of lockstep has no NCCL. Rebuild with CUDA, or use the process group as it is.", rank);
 }

@@ -55,6 +55,7 @@ class WatchedCommunicator final : public Communicator {
   [[nodiscard]] std::string name() const override { return inner_->name(); }
 
   TransferPtr sum(at::Tensor data) override { return watch(inner_->sum(std::move(data))); }
+  TransferPtr sum_all(std::span<const at::Tensor> tensors) override { return watch(inner_->sum_all(tensors)); }
   TransferPtr max(at::Tensor data) override { return watch(inner_->max(std::move(data))); }
   TransferPtr average(at::Tensor data) override { return watch(inner_->average(std::move(data))); }
   TransferPtr broadcast(at::Tensor data, int root) override { return watch(inner_->broadcast(std::move(data), root)); }

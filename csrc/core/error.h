@@ -54,6 +54,9 @@ enum class Code : int {
   kSyncDuringPass = 32,
   kBadHint = 33,
   kNothingUnused = 34,
+  kDeviceFailed = 35,
+  kNcclNotJoined = 36,
+  kNcclRefused = 37,
 };
 
 /// " [LS-007]".

@@ -3,19 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
 #include <span>
-#include <vector>
+
+#include "kernels/segment.h"
 
 namespace lockstep {
-
-/// One gradient in the two places it can be: its own memory, and its slot in the bucket.
-/// Both sides are dense runs of `numel` elements in the same order, of the bucket's dtype, on its device.
-struct Segment {
-  void* grad = nullptr;  ///< Null stands for a gradient that is absent: zeros are packed, nothing is unpacked.
-  int64_t offset = 0;    ///< Of the slot, in elements.
-  int64_t numel = 0;     ///< In elements.
-};
 
 /// bucket[offset + k] = grad[k] * scale for every segment, computed in fp32 for half types.
 ///

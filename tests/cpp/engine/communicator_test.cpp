@@ -25,6 +25,7 @@ TEST(LocalCommunicator, EveryCollectiveIsTheIdentity) {
   LocalCommunicator comm;
   at::Tensor data = row({1, 2});
   comm.sum(data)->wait();
+  comm.sum_all(std::vector{data, data})->wait();
   comm.max(data)->wait();
   comm.average(data)->wait();
   comm.broadcast(data, 0)->wait();
@@ -45,6 +46,9 @@ TEST(ThreadCommunicator, KeepsTheContractOfTheInterface) {
     EXPECT_TRUE(data.equal(row({6, 60, 0})));
     comm->average(data)->wait();
     EXPECT_TRUE(data.allclose(row({6, 60, 0})));
+    const std::vector<at::Tensor> several{row({mine}), row({10 * mine, 0})};
+    comm->sum_all(several)->wait();
+    EXPECT_TRUE(several[0].equal(row({6})) && several[1].equal(row({60, 0})));
     data = row({mine, -mine});
     comm->max(data)->wait();
     EXPECT_TRUE(data.equal(row({3, -1})));

@@ -1,0 +1,179 @@
+#include "comm/nccl_handle.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <thread>
+#include <vector>
+
+#include "core/error.h"
+
+namespace lockstep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kPoll{1};
+constexpr const char* kIdKey = "nccl_id";
+
+std::string joined_key(int rank) { return fmt::format("nccl_joined_{}", rank); }
+
+double seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
+
+/// Runs `action` in a thread of its own and waits for it until `limit`. If it takes longer, the thread is left alone
+/// with it: `action` must own what it uses.
+void run_within(milliseconds limit, std::function<void()> action) {
+  auto done = std::make_shared<std::promise<void>>();
+  std::future<void> end = done->get_future();
+  std::thread([done, action = std::move(action)] {
+    action();
+    done->set_value();
+  }).detach();
+  end.wait_for(limit);
+}
+
+/// Waits until `comm` is in no operation any more; ncclInProgress when the time is up.
+ncclResult_t settled(ncclComm_t comm, Clock::time_point deadline) {
+  for (;;) {
+    ncclResult_t state = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm, &state);
+    if (asked != ncclSuccess) return asked;
+    if (state != ncclInProgress || Clock::now() >= deadline) return state;
+    std::this_thread::sleep_for(kPoll);
+  }
+}
+
+milliseconds left_until(Clock::time_point deadline) {
+  return std::max(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()), milliseconds(1));
+}
+
+/// The id that rank 0 made, on every rank.
+ncclUniqueId shared_id(c10d::Store& store, int rank, const NcclOptions& options, Clock::time_point deadline) {
+  ncclUniqueId id{};
+  if (rank == 0) {
+    const ncclResult_t made = ncclGetUniqueId(&id);
+    if (made != ncclSuccess) {
+      fail(Code::kNcclNotJoined, "[rank 0] NCCL could not be started: {}. Run with NCCL_DEBUG=INFO to see why.",
+           nccl_reason(made));
+    }
+    const auto* bytes = reinterpret_cast<const uint8_t*>(id.internal);
+    store.set(kIdKey, std::vector<uint8_t>(bytes, bytes + sizeof(id.internal)));
+    return id;
+  }
+  std::string reason;
+  try {
+    store.wait({kIdKey}, left_until(deadline));
+    const std::vector<uint8_t> bytes = store.get(kIdKey);
+    if (bytes.size() == sizeof(id.internal)) {
+      std::memcpy(id.internal, bytes.data(), bytes.size());
+      return id;
+    }
+    reason = fmt::format("it has {} bytes instead of {}", bytes.size(), sizeof(id.internal));
+  } catch (const std::exception& error) {
+    reason = error.what();
+  }
+  fail(Code::kNcclNotJoined,
+       "[rank {}] rank 0 has not sent the id of the NCCL communicator within {:.1f} s: {}. All ranks must create the "
+       "communicator together; see whether rank 0 got there, or raise NcclOptions::timeout.",
+       rank, seconds(options.timeout), reason.substr(0, reason.find('\n')));
+}
+
+/// "rank 2, 5", the ranks that have not come as far as joining; "no rank" if all have, or the store does not answer.
+std::string missing_ranks(c10d::Store& store, int size) {
+  std::string missing;
+  try {
+    for (int rank = 0; rank < size; ++rank) {
+      if (!store.check({joined_key(rank)})) missing += fmt::format("{}{}", missing.empty() ? "rank " : ", ", rank);
+    }
+  } catch (const std::exception&) {
+  }
+  return missing.empty() ? "no rank" : missing;
+}
+
+ncclConfig_t config_of(const NcclOptions& options, bool blocking) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = blocking ? 1 : 0;
+  config.splitShare = options.split_share ? 1 : 0;
+  if (options.max_ctas > 0) config.maxCTAs = options.max_ctas;
+  if (!options.net_name.empty()) config.netName = options.net_name.c_str();
+  return config;
+}
+
+}  // namespace
+
+std::string nccl_reason(ncclResult_t result) {
+  const char* last = ncclGetLastError(nullptr);  // one per process, whatever communicator is named
+  const std::string_view detail = last == nullptr ? std::string_view() : last;
+  return fmt::format("{}{}{}", ncclGetErrorString(result), detail.empty() ? "" : "; NCCL's last message: ",
+                     detail.substr(0, detail.find_last_not_of('\n') + 1));
+}
+
+void NcclHandle::Abort::operator()(ncclComm_t comm) const {
+  run_within(kNcclFarewell, [comm] { (void)ncclCommAbort(comm); });
+}
+
+NcclHandle::NcclHandle(c10d::Store& store, int rank, int size, const NcclOptions& options) {
+  const Clock::time_point deadline = Clock::now() + options.timeout;
+  const ncclUniqueId id = shared_id(store, rank, options, deadline);
+  store.set(joined_key(rank), std::vector<uint8_t>{1});
+
+  // Also what reports success goes on in the background: ncclCommSplit returns before it is done.
+  const auto check = [&](ncclResult_t result, ncclComm_t comm) {
+    if (result == ncclSuccess || result == ncclInProgress) result = settled(comm, deadline);
+    if (result == ncclSuccess) return;
+    if (result == ncclInProgress) {
+      fail(Code::kNcclNotJoined,
+           "[rank {}] the NCCL communicator of {} ranks did not come about within {:.1f} s: {} is missing. See why it "
+           "did not get here (an exception, a crash, another number of processes), whether the machines reach each "
+           "other (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME), or raise NcclOptions::timeout.",
+           rank, size, seconds(options.timeout), missing_ranks(store, size));
+    }
+    fail(Code::kNcclNotJoined,
+         "[rank {}] the NCCL communicator of {} ranks could not be created: {}. Each rank needs a GPU of its own and "
+         "the "
+         "same NCCL version; NCCL_DEBUG=INFO shows where it stopped.",
+         rank, size, nccl_reason(result));
+  };
+
+  ncclConfig_t config = config_of(options, false);
+  ncclComm_t joined = nullptr;
+  const ncclResult_t joining = ncclCommInitRankConfig(&joined, size, id, rank, &config);
+  joined_.reset(joined);
+  check(joining, joined);
+
+  config = config_of(options, true);
+  // NCCL writes it from a thread that may outlast this call when something fails: then it must stay.
+  auto split = std::make_unique<ncclComm_t>(nullptr);
+  try {
+    check(ncclCommSplit(joined, 0, rank, split.get(), &config), joined);
+  } catch (...) {
+    (void)split.release();
+    throw;
+  }
+  comm_.reset(*split);
+  if (!comm_) fail(Code::kNcclNotJoined, "[rank {}] NCCL split off no communicator, and gave no reason.", rank);
+  if (!options.split_share) {
+    run_within(kNcclFarewell, [comm = joined_.release()] { (void)ncclCommDestroy(comm); });
+  }
+}
+
+ncclResult_t NcclHandle::async_error() const {
+  ncclResult_t state = ncclSuccess;
+  const ncclResult_t asked = ncclCommGetAsyncError(comm_.get(), &state);
+  return asked != ncclSuccess ? asked : state;
+}
+
+void NcclHandle::close() {
+  for (Owned* owned : {&comm_, &joined_}) {
+    if (*owned) run_within(kNcclFarewell, [comm = owned->release()] { (void)ncclCommDestroy(comm); });
+  }
+}
+
+void NcclHandle::abort() {
+  comm_.reset();
+  joined_.reset();
+}
+
+}  // namespace lockstep
