@@ -64,7 +64,9 @@ Standing Progress::look() const {
   if (standing.stage == Stage::kFailed) standing.detail = failure_;
   if (standing.stage == Stage::kBucketWait) {
     const size_t bucket = (place >> 32) & kNoBucket;
-    standing.detail = labels_ && bucket < labels_->size() ? (*labels_)[bucket] : "the other ranks to agree on the pass";
+    const bool known = labels_ && !labels_->empty();
+    standing.detail = known && bucket < labels_->size() ? (*labels_)[bucket] : "the other ranks to agree on the pass";
+    if (known && bucket >= labels_->size()) standing.detail += " that begins with " + labels_->front() + ",";
   }
   return standing;
 }
@@ -146,12 +148,16 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
         fmt::format("all ranks wait, but not for the same: {}. Their collectives do not match", listed(elsewhere));
     code = Code::kMismatchedWaits;
   }
+  const char* alone =
+      mine.stage == Stage::kBufferWait && mine.step > 0
+          ? " A forward that not every rank runs, such as an evaluation, must go through `model.module`."
+          : "";
   const std::string here = fmt::format("[rank {}] {} since {}", rank_, doing(mine), seconds(mine.since_ms));
   if (!hopeless.empty()) {
     judgement.error = coded(
         code, fmt::format("{}, in vain: {}. The ranks are no longer in step; look at the log of the rank named here, "
-                          "and restart the job from its last checkpoint.",
-                          here, hopeless));
+                          "and restart the job from its last checkpoint.{}",
+                          here, hopeless, alone));
   }
   missing.insert(missing.end(), elsewhere.begin(), elsewhere.end());
   judgement.report = coded(

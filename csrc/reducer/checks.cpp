@@ -13,6 +13,7 @@ namespace lockstep {
 void Reducer::raise(Code code, const std::string& text) const {
   const std::string full = coded(code, fmt::format("[rank {}] {}", comm_->rank(), text));
   progress_->fail(full);
+  if (const auto monitor = comm_->monitor()) monitor->publish_failure(full);
   if (error_observer_) error_observer_(full);
   throw Error(full);
 }

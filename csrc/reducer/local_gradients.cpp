@@ -55,7 +55,8 @@ std::string reasons_for(const std::vector<ParamId>& missing, const ParamList& pa
       "frozen after wrapping (requires_grad is False)",
       "cast or moved after wrapping, so that autograd no longer reports to the wrapper; wrap the module again",
       "reachable from the outputs of forward, but not part of the loss",
-      "unreachable from the outputs of forward: not used there, or only for outputs that were dropped",
+      "unreachable from the outputs of forward: not used there, or only for outputs that were dropped and are not part "
+      "of the loss",
   };
   std::vector<ParamId> groups[kCount];
   const std::vector<bool> reachable = outputs.reach(missing, hooks);

@@ -70,7 +70,7 @@ def check_devices(module: torch.nn.Module, device_ids: list[Any] | None, output_
     Raises:
         ValueError: ``device_ids`` for a module that is (partly) on the CPU; the text names parameters.
     """
-    if device_ids:
+    if device_ids and len(device_ids) == 1:
         on_host = [name for name, parameter in module.named_parameters() if parameter.device.type == "cpu"]
         if on_host:
             names = ", ".join(on_host[:5])

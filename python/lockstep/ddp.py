@@ -219,7 +219,8 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
             self.reducer.prepare_for_backward([tensor for tensor in tensors if tensor.requires_grad])
         elif torch.is_grad_enabled():
             self.reducer.expect_local_backward()
-        self.require_forward_param_sync = reduces
+        if torch.is_grad_enabled():  # an evaluation, perhaps on one rank alone, changes nothing for the next forward
+            self.require_forward_param_sync = reduces
         self._clear_grad_buffer()
         return output
 

