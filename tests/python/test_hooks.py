@@ -159,7 +159,7 @@ def _bad_answer(kind: str) -> list[str]:
         ("none", "RuntimeError", "callback must return a torch.futures.Future object, but got"),
         ("number", "RuntimeError", "callback must return a torch.futures.Future object, but got"),
         ("tensor", "RuntimeError", "callback must return a torch.futures.Future object, but got"),
-        ("empty_future", "RuntimeError", "value is no tensor"),
+        ("empty_future", "RuntimeError", "value is not one tensor"),
         ("wrong_size", "RuntimeError", "returned a tensor with 3 elements"),
         ("raises", "ValueError", "the user's own text"),
         ("failed_future", "RuntimeError", "unsupported operand"),
