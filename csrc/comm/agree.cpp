@@ -9,6 +9,7 @@
 
 #include "comm/checksum.h"
 #include "core/error.h"
+#include "core/fingerprint.h"
 
 namespace lockstep {
 namespace {
@@ -27,13 +28,6 @@ std::string describe_all(const std::vector<at::Tensor>& params, const std::vecto
   std::string text;
   for (size_t i = 0; i < params.size(); ++i) text += describe(params[i], names[i]) + kNewline;
   return text;
-}
-
-/// FNV-1a: stable over processes and machines, unlike std::hash.
-uint64_t fingerprint(std::string_view text) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  return hash;
 }
 
 std::vector<std::string_view> lines(std::string_view text) {
@@ -124,8 +118,7 @@ void verify_same_values(Communicator& comm, const std::vector<at::Tensor>& tenso
     if (totals[rank][1].item<int64_t>() == totals[0][1].item<int64_t>()) continue;
     fail(Code::kReplicasDiffer,
          "[rank {}] the replicas differ: rank 0 has {} parameters and buffers, rank {} has {}. Wrap the same model on "
-         "every "
-         "rank.",
+         "every rank.",
          comm.rank(), totals[0][1].item<int64_t>(), rank, totals[rank][1].item<int64_t>());
   }
   if (!any) return;
@@ -148,9 +141,8 @@ void verify_same_values(Communicator& comm, const std::vector<at::Tensor>& tenso
   }
   fail(Code::kReplicasDiffer,
        "[rank {}] the replicas differ from rank 0: {}{}. They were loaded, cast or edited on some ranks only, or "
-       "updated "
-       "with gradients that were not reduced. Copy rank 0's values to all ranks, for example by wrapping the module "
-       "again.",
+       "updated with gradients that were not reduced. Copy rank 0's values to all ranks, for example by wrapping the "
+       "module again.",
        comm.rank(), fmt::join(found, "; "), more == 0 ? "" : fmt::format(" and {} more", more));
 }
 

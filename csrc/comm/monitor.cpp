@@ -264,7 +264,7 @@ c10::intrusive_ptr<c10d::Store> monitor_store(const c10::intrusive_ptr<c10d::Sto
   static std::map<std::pair<std::string, int>, int> replicas;
   if (!group_store) return nullptr;
   c10::intrusive_ptr<c10d::Store> base = group_store;
-  while (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(base.get())) base = prefixed->getUnderlyingStore();
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(base.get())) base = prefixed->getUnderlyingNonPrefixStore();
   const bool usable = dynamic_cast<c10d::TCPStore*>(base.get()) != nullptr ||
                       dynamic_cast<c10d::FileStore*>(base.get()) != nullptr ||
                       dynamic_cast<c10d::HashStore*>(base.get()) != nullptr;

@@ -12,11 +12,11 @@ namespace {
 
 constexpr std::chrono::milliseconds kPatience{100};
 
-/// Waits, and lets the monitor end the wait or explain its failure.
-template <typename WaitFor>
-void outwait_with(Monitor& monitor, const WaitFor& wait_for) {
+/// Runs `wait`, and has the monitor explain its failure.
+template <typename Wait>
+void explaining(Monitor& monitor, const Wait& wait) {
   try {
-    while (!wait_for(kPatience)) monitor.raise_if_hopeless();
+    wait();
   } catch (const Error&) {
     throw;
   } catch (c10::Error& error) {
@@ -36,7 +36,9 @@ class WatchedTransfer final : public Transfer {
       : inner_(std::move(inner)), monitor_(std::move(monitor)) {}
 
   void wait() override {
-    outwait_with(*monitor_, [this](std::chrono::milliseconds patience) { return inner_->wait_for(patience); });
+    explaining(*monitor_, [this] {
+      while (!inner_->wait_for(kPatience)) monitor_->raise_if_hopeless();
+    });
   }
   bool wait_for(std::chrono::milliseconds patience) override { return inner_->wait_for(patience); }
 
@@ -69,10 +71,12 @@ class WatchedCommunicator final : public Communicator {
     return watch(inner_->reduce_scatter(std::move(output), std::move(input)));
   }
   void outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for) override {
-    outwait_with(*monitor_, [&, start = std::chrono::steady_clock::now()](std::chrono::milliseconds patience) {
-      const bool done = wait_for(patience);
-      if (done || std::chrono::steady_clock::now() - start < timeout()) return done;
-      fail(Code::kStalled, "nothing came within the process group's timeout of {} ms", timeout().count());
+    explaining(*monitor_, [&] {
+      Communicator::outwait([&](std::chrono::milliseconds patience) {
+        const bool done = wait_for(patience);
+        if (!done) monitor_->raise_if_hopeless();
+        return done;
+      });
     });
   }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_->timeout(); }

@@ -33,6 +33,27 @@ BucketPlan realigned(const BucketPlan& plan, std::span<const ParamSpec> specs, i
   return BucketPlan(specs, std::move(groups), alignment);
 }
 
+/// Reduces as another kind of graph, without leaving buckets out, until the end of the scope.
+class ScopedOptions {
+ public:
+  ScopedOptions(ReducerOptions& options, GraphKind graph)
+      : options_(options), graph_(options.graph), skip_(options.skip_unused_buckets) {
+    options_.graph = graph;
+    options_.skip_unused_buckets = false;
+  }
+  ~ScopedOptions() {
+    options_.graph = graph_;
+    options_.skip_unused_buckets = skip_;
+  }
+  ScopedOptions(const ScopedOptions&) = delete;
+  ScopedOptions& operator=(const ScopedOptions&) = delete;
+
+ private:
+  ReducerOptions& options_;
+  GraphKind graph_;
+  bool skip_;
+};
+
 }  // namespace
 
 std::shared_ptr<Reducer> Reducer::create(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options,
@@ -115,8 +136,7 @@ void Reducer::sync_gradients() {
         "Call it after forwards and backwards under no_sync().");
   }
   // Which gradients exist may differ between ranks: as in a graph of kind kDynamic, in which everything has arrived.
-  const GraphKind graph = std::exchange(options_.graph, GraphKind::kDynamic);
-  const bool skip = std::exchange(options_.skip_unused_buckets, false);
+  const ScopedOptions as_dynamic(options_, GraphKind::kDynamic);
   std::fill(expected_.begin(), expected_.end(), 1);
   arrival_.clear();
   in_flight_.clear();
@@ -126,18 +146,10 @@ void Reducer::sync_gradients() {
   (void)tracker_->begin(expected_);
   divisor_ = live_ranks_ ? live_ranks_() : comm_->size();
   phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
-  try {
-    start_guard(false);
-    send(tracker_->finish());
-    num_sent_ = in_flight_.size();
-    finish();
-  } catch (...) {
-    options_.graph = graph;
-    options_.skip_unused_buckets = skip;
-    throw;
-  }
-  options_.graph = graph;
-  options_.skip_unused_buckets = skip;
+  start_guard(false);
+  send(tracker_->finish());
+  num_sent_ = in_flight_.size();
+  finish();
 }
 
 void Reducer::set_hook(std::unique_ptr<CommHook> hook) {
@@ -204,7 +216,7 @@ void Reducer::shadow_step() {
     const BucketId id = bucket_id(b);
     if (!is_empty(id)) transfers.push_back(send_stand_in(id, 0.0));
   }
-  if (exchanges_usage()) usage_.start_exchange(*comm_, params_.tensors.front().device());
+  if (exchanges_usage()) usage_.start_exchange(*comm_, device());
   check_guard();
   if (exchanges_usage()) usage_.finish_exchange();
   for (const InFlight& transfer : transfers) {
@@ -217,8 +229,7 @@ void Reducer::shadow_step() {
   std::fill(counted_.begin(), counted_.end(), 1);
   arrival_.clear();
   learn_from_pass();
-  ++passes_;
-  forwards_ = 0;
+  end_pass();
   progress_->enter(Stage::kBetweenSteps);
 }
 
@@ -319,7 +330,7 @@ bool Reducer::adopt_waiting_plan() {
   progress_->enter(Stage::kBufferWait);
   std::vector<int32_t> order;
   for (const ParamId id : last_arrival_) order.push_back(static_cast<int32_t>(index(id)));
-  adopt_from_rank_zero(*comm_, order, params_.tensors.front().device());
+  adopt_from_rank_zero(*comm_, order, device());
   std::vector<ParamId> arrival;
   for (const int32_t i : order) arrival.push_back(param_id(static_cast<size_t>(i)));
   adopt_plan(BucketPlan(specs_, group_by_arrival(specs_, arrival, options_.limits), hook_->slot_alignment()));

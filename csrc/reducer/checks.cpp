@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/fingerprint.h"
 #include "reducer/messages.h"
 #include "reducer/reducer.h"
 
@@ -80,11 +81,9 @@ void Reducer::check_silent_backward() {
         "backward() reduces them over ranks. The next backward works as usual.");
   }
   if (backward_kind_ != BackwardKind::kAccumulate || hooks_.nodes().empty()) return;
-  std::vector<ParamId> replaced;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (!accumulates_through(params_.tensors[i], hooks_.nodes()[i])) replaced.push_back(param_id(i));
-  }
-  if (replaced.empty()) return;
+  const bool all_as_wrapped = std::equal(params_.tensors.begin(), params_.tensors.end(), hooks_.nodes().begin(),
+                                         hooks_.nodes().end(), accumulates_through);
+  if (all_as_wrapped) return;
   phase_ = Phase::kPartial;
   report_local_gradients();
 }
@@ -95,11 +94,11 @@ void Reducer::report_local_gradients() {
   const std::vector<ParamId> missing = tracker_->missing();
   if (missing.empty()) return;
   // Now, while the outputs are still there; the error of the next forward says the same.
-  missing_because_ = reasons_for(missing, params_, outputs_, hooks_);
+  const std::vector<bool> may_come = outputs_.reach(missing, hooks_);
+  missing_because_ = reasons_for(missing, may_come, params_, hooks_);
   if (outputs_.empty())
     missing_because_ = "forward returned no tensor that the wrapper could find; " + missing_because_;
   if (reported_.contains(missing)) return;
-  const std::vector<bool> may_come = outputs_.reach(missing, hooks_);
   if (std::all_of(may_come.begin(), may_come.end(), [](bool yes) { return yes; })) return;
   reported_.insert(missing);
   std::vector<ParamId> local;
@@ -156,13 +155,19 @@ PassWord Reducer::pass_word(bool joined) const {
 void Reducer::start_guard(bool joined) {
   if (guard_passed_ || guard_.started()) return;
   const PassWord word = pass_word(joined);
-  guard_.start(*comm_, word, params_.tensors.front().device());
+  guard_.start(*comm_, word, device());
   // Buckets of another size than the other ranks' must not leave: some groups abort the process over them.
-  const std::array<int64_t, 3> sizes{word.mode, word.plan, word.hook};
+  const std::array<uint64_t, 3> sizes{static_cast<uint64_t>(word.mode), word.plan, word.hook};
   if (sizes == agreed_sizes_) return;
   check_guard();
   agreed_sizes_ = sizes;
   guard_passed_ = true;
+}
+
+/// Another rank will not come any more: nothing may be reduced from now on.
+void Reducer::give_up(const PeerError& error) {
+  unusable_ = error.what();
+  progress_->fail(unusable_);
 }
 
 void Reducer::check_guard() {
@@ -171,15 +176,13 @@ void Reducer::check_guard() {
   try {
     finding = guard_.finish();
   } catch (const PeerError& error) {
-    unusable_ = error.what();
-    progress_->fail(unusable_);
+    give_up(error);
     throw;
   }
   if (finding.text.empty()) return;
   const std::string text = fmt::format(
       "the ranks do not agree on what to reduce in this backward: {}. Nothing was published; gradients of this step "
-      "are "
-      "those of each rank alone.",
+      "are those of each rank alone.",
       finding.text);
   if (finding.sizes_may_differ) {
     unusable_ = text;

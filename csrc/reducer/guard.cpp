@@ -11,10 +11,13 @@ constexpr size_t kFields = 5;
 constexpr int64_t kIsMaximum = 1;
 /// A value travels together with its rank: value * kRanks + rank.
 constexpr int64_t kRanks = int64_t{1} << 20;
+/// What is kept of a fingerprint, to leave room for the rank.
+constexpr int64_t kFingerprintMask = (int64_t{1} << 40) - 1;
 constexpr int64_t kLowest = INT64_MIN / 2;
 
 std::array<int64_t, kFields> fields(const PassWord& word) {
-  return {word.forwards, word.pass, word.mode, word.plan, word.hook};
+  return {word.forwards, word.pass, word.mode, static_cast<int64_t>(word.plan) & kFingerprintMask,
+          static_cast<int64_t>(word.hook) & kFingerprintMask};
 }
 
 std::string difference(size_t field, int64_t low, int64_t low_rank, int64_t high, int64_t high_rank) {
@@ -23,8 +26,8 @@ std::string difference(size_t field, int64_t low, int64_t low_rank, int64_t high
     case 0:
       return both(
           "rank {} has begun {} forwards since the last reduction, but rank {} only {}: one of them ran under "
-          "no_sync(), "
-          "skipped its backward, or swallowed an exception. If ranks are meant to run different numbers of forwards, "
+          "no_sync(), skipped its backward, or swallowed an exception. If ranks are meant to run different numbers of "
+          "forwards, "
           "pass uneven_forwards=True");
     case 1:
       return both(
@@ -45,12 +48,6 @@ std::string difference(size_t field, int64_t low, int64_t low_rank, int64_t high
 }
 
 }  // namespace
-
-int64_t fingerprint(const std::string& text) {
-  uint64_t hash = 14695981039346656037ULL;  // FNV-1a
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-  return static_cast<int64_t>(hash & ((uint64_t{1} << 40) - 1));  // leaves room for the rank
-}
 
 void Guard::start(Communicator& comm, const PassWord& word, at::Device device) {
   if (transfer_ || comm.size() == 1) return;

@@ -19,8 +19,8 @@ struct PassWord {
   int64_t forwards = 0;  ///< Begun since the last reduced pass; kAny: not compared.
   int64_t pass = 0;      ///< Reduced passes before this one.
   int64_t mode = 0;      ///< Kind of graph and the like: which collectives will follow.
-  int64_t plan = 0;      ///< Fingerprint of the bucket plan.
-  int64_t hook = 0;      ///< Fingerprint of the comm hook's name.
+  uint64_t plan = 0;     ///< Fingerprint of the bucket plan.
+  uint64_t hook = 0;     ///< Fingerprint of the comm hook's name.
 };
 
 /// Agrees on a PassWord by one all-reduce of 11 numbers, which leaves before the first bucket and is awaited before the
@@ -47,8 +47,5 @@ class Guard {
   at::Tensor exchange_;
   TransferPtr transfer_;
 };
-
-/// A number that stands for `text`: equal texts on any machine, equal numbers.
-[[nodiscard]] int64_t fingerprint(const std::string& text);
 
 }  // namespace lockstep

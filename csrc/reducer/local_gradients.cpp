@@ -48,8 +48,8 @@ std::vector<bool> OutputWatch::reach(const std::vector<ParamId>& params, const A
   return result;
 }
 
-std::string reasons_for(const std::vector<ParamId>& missing, const ParamList& params, const OutputWatch& outputs,
-                        const AutogradHooks& hooks) {
+std::string reasons_for(const std::vector<ParamId>& missing, const std::vector<bool>& reachable,
+                        const ParamList& params, const AutogradHooks& hooks) {
   enum Reason { kFrozen, kReplaced, kLeftOut, kUnreachable, kCount };
   static constexpr const char* kText[] = {
       "frozen after wrapping (requires_grad is False)",
@@ -59,7 +59,6 @@ std::string reasons_for(const std::vector<ParamId>& missing, const ParamList& pa
       "of the loss",
   };
   std::vector<ParamId> groups[kCount];
-  const std::vector<bool> reachable = outputs.reach(missing, hooks);
   for (size_t i = 0; i < missing.size(); ++i) {
     const at::Tensor& param = params.tensors[index(missing[i])];
     Reason reason = reachable[i] ? kLeftOut : kUnreachable;

@@ -29,7 +29,8 @@ class OutputWatch {
 };
 
 /// Groups of parameters with the likely reason why each got no gradient, as text for a message.
-[[nodiscard]] std::string reasons_for(const std::vector<ParamId>& missing, const ParamList& params,
-                                      const OutputWatch& outputs, const AutogradHooks& hooks);
+/// @param reachable  what `OutputWatch::reach` says of `missing`.
+[[nodiscard]] std::string reasons_for(const std::vector<ParamId>& missing, const std::vector<bool>& reachable,
+                                      const ParamList& params, const AutogradHooks& hooks);
 
 }  // namespace lockstep

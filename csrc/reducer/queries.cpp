@@ -43,7 +43,7 @@ bool Reducer::has_final_plan() {
 
 at::Tensor Reducer::used_map() {
   const std::lock_guard lock(mutex_);
-  return usage_.map(params_.tensors.front().device());
+  return usage_.map(device());
 }
 
 size_t Reducer::num_sent_buckets() {

@@ -115,9 +115,8 @@ auto Reducer::naming(BucketId id, const Step& step) {
   const auto where = [&] { return fmt::format("[rank {}] while reducing {}", comm_->rank(), buffers_.describe(id)); };
   try {
     return step();
-  } catch (PeerError& error) {  // it says which bucket
-    unusable_ = error.what();
-    progress_->fail(unusable_);
+  } catch (const PeerError& error) {  // it says which bucket
+    give_up(error);
     throw;
   } catch (c10::Error& error) {
     error.add_context(coded(Code::kReductionFailed, where()));
@@ -206,12 +205,12 @@ void Reducer::finish() {
   const bool exchanges = exchanges_usage();
   // A hook that goes on communicating in callbacks would race with an exchange of ours: it must be done first.
   const bool hook_first = exchanges && hook_->communicates_later();
-  if (exchanges && !hook_first) usage_.start_exchange(*comm_, params_.tensors.front().device());
+  if (exchanges && !hook_first) usage_.start_exchange(*comm_, device());
   check_guard();
   std::vector<std::pair<BucketId, at::Tensor>> means;
   if (hook_first) {
     take_means([&](BucketId id, at::Tensor mean) { means.emplace_back(id, std::move(mean)); });
-    usage_.start_exchange(*comm_, params_.tensors.front().device());
+    usage_.start_exchange(*comm_, device());
   }
   if (exchanges) usage_.finish_exchange();
   for (const auto& [id, mean] : means) publish(id, mean);
@@ -222,9 +221,7 @@ void Reducer::finish() {
   check_unused_option();
   learn_from_pass();
   ++num_reductions_;
-  ++passes_;
-  forwards_ = 0;
-  outputs_.clear();
+  end_pass();
   last_times_ = times_;
   phase_ = Phase::kIdle;
   progress_->enter(Stage::kBetweenSteps);
@@ -248,11 +245,6 @@ void Reducer::send_used_after_all() {
     send_bucket(id);
     ++num_sent_;
   }
-}
-
-void Reducer::exchange_usage() {
-  usage_.start_exchange(*comm_, params_.tensors.front().device());
-  usage_.finish_exchange();
 }
 
 void Reducer::publish(BucketId id, const at::Tensor& mean) {
@@ -296,14 +288,22 @@ void Reducer::recover() {
   }
   in_flight_.clear();
   try {
-    if (exchanges_usage() && !usage_.exchange_started()) exchange_usage();
+    if (exchanges_usage() && !usage_.exchange_started()) {
+      usage_.start_exchange(*comm_, device());
+      usage_.finish_exchange();
+    }
   } catch (const std::exception&) {
   }
   usage_.end_step();
-  outputs_.clear();
-  forwards_ = 0;
-  ++passes_;
+  end_pass();
   phase_ = Phase::kIdle;
+}
+
+/// All ranks have taken part in one more pass, whatever came of it.
+void Reducer::end_pass() {
+  ++passes_;
+  forwards_ = 0;
+  outputs_.clear();
 }
 
 }  // namespace lockstep

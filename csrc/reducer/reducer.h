@@ -202,7 +202,10 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void adopt_plan(BucketPlan plan);
   void describe_plan();
   bool adopt_waiting_plan();
-  void exchange_usage();
+  void end_pass();
+  void give_up(const PeerError& error);
+  /// Where small exchanges happen: that of the first parameter.
+  [[nodiscard]] at::Device device() const { return params_.tensors.front().device(); }
   [[nodiscard]] PassWord pass_word(bool joined) const;
   [[nodiscard]] bool exchanges_usage() const { return records_firings() || options_.graph == GraphKind::kDynamic; }
   [[nodiscard]] bool records_firings() const { return options_.graph == GraphKind::kStatic && !firings_; }
@@ -234,10 +237,10 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   std::vector<BucketId> skipped_;  // held back in this pass because nobody used them in the last one
   int64_t forwards_ = 0;           // since the last pass
   int64_t passes_ = 0;             // that this rank took part in, whatever came of them
-  int64_t plan_fingerprint_ = 0;
-  bool guard_passed_ = false;              // in this pass already
-  std::array<int64_t, 3> agreed_sizes_{};  // mode, plan and hook that all ranks had when they last agreed
-  std::string unusable_;                   // why no further collective may be issued; empty: all is well
+  uint64_t plan_fingerprint_ = 0;
+  bool guard_passed_ = false;               // in this pass already
+  std::array<uint64_t, 3> agreed_sizes_{};  // mode, plan and hook that all ranks had when they last agreed
+  std::string unusable_;                    // why no further collective may be issued; empty: all is well
   BackwardKind backward_kind_ = BackwardKind::kAccumulate;
   bool switch_reduces_ = true;                    // what the user's switch says now
   std::vector<uint32_t> expected_;                // scratch: reports to wait for, by ParamId

@@ -20,18 +20,28 @@ class Buffers:
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        comparing = self._worth_comparing(tensors)
-        chosen = self._changed_anywhere(tensors) if comparing else list(tensors)
-        if chosen and not self.reducer.expects_backward():
-            self.reducer.copy_from(chosen, buffer_size, authoritative_rank)
-        elif chosen:
-            # Autograd may have saved the old values: they stay, and the module gets other tensors.
-            fresh = [tensor.clone() for tensor in chosen]
-            self.reducer.copy_from(fresh, buffer_size, authoritative_rank)
-            self._rebind(chosen, fresh)
-        if comparing:
-            self._assign_modules_buffers()
-            self._buffer_sums = [_C.checksum(tensor) for tensor in self.modules_buffers]
+        if not self._worth_comparing(tensors):
+            self._copy(tensors, buffer_size, authoritative_rank)
+            return
+        sums = [_C.checksum(tensor) for tensor in tensors]
+        changed = self._changed_anywhere(sums)
+        copies = self._copy([tensors[i] for i in changed], buffer_size, authoritative_rank)
+        for i, tensor in zip(changed, copies, strict=True):
+            sums[i] = _C.checksum(tensor)
+        self._buffer_sums = sums
+
+    def _copy(self, tensors: list[torch.Tensor], buffer_size: int, root: int) -> list[torch.Tensor]:
+        """Give the module the values of rank ``root``. Returns the tensors that hold them."""
+        if not tensors:
+            return []
+        if not self.reducer.expects_backward():
+            self.reducer.copy_from(tensors, buffer_size, root)
+            return tensors
+        # Autograd may have saved the old values: they stay, and the module gets other tensors.
+        fresh = [tensor.clone() for tensor in tensors]
+        self.reducer.copy_from(fresh, buffer_size, root)
+        self._rebind(tensors, fresh)
+        return fresh
 
     def _worth_comparing(self, tensors: list[torch.Tensor]) -> bool:
         return (
@@ -39,15 +49,13 @@ class Buffers:
             and sum(tensor.numel() for tensor in tensors) >= WORTH_COMPARING
         )
 
-    def _changed_anywhere(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that some rank has changed since all ranks had the same. Collective."""
+    def _changed_anywhere(self, sums: list[int]) -> list[int]:
+        """Indices of what some rank has changed since all ranks had the same. Collective."""
         last = self.__dict__.get("_buffer_sums", [])
-        known = len(last) == len(tensors)
-        changed = torch.tensor(
-            [not known or _C.checksum(tensor) != last[i] for i, tensor in enumerate(tensors)], dtype=torch.uint8
-        )
+        known = len(last) == len(sums)
+        changed = torch.tensor([not known or value != last[i] for i, value in enumerate(sums)], dtype=torch.uint8)
         self.reducer.max(changed)
-        return [tensor for tensor, flag in zip(tensors, changed.tolist(), strict=True) if flag]
+        return changed.nonzero().flatten().tolist()
 
     def _rebind(self, old: list[torch.Tensor], new: list[torch.Tensor]) -> None:
         """Replace the buffers ``old`` by ``new`` wherever the module has them and the values differ."""

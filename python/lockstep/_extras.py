@@ -68,10 +68,9 @@ class Extras:
         Raises:
             ValueError: a name is neither.
         """
-        known = {name.removeprefix("."): i for i, name in enumerate(self._hooked_names)}
         chosen: list[int] = []
         for name in names:
-            matching = [i for full, i in known.items() if full == name or full.startswith(f"{name}.")]
+            matching = [i for i, full in enumerate(self._hooked_names) if full == name or full.startswith(f"{name}.")]
             if not matching:
                 text = f"expect_unused: the wrapped module has no trainable parameter or submodule called '{name}'"
                 raise ValueError(tagged(Code.UNKNOWN_NAME, text))
@@ -166,8 +165,8 @@ class Extras:
         _parameters.note_wrapper(self.module, self)
         if what:
             text = (
-                f"{what}. Gradients are reduced by each wrapper whose forward runs. Wrap the model once, "
-                f"at the outside."
+                f"{what}. Gradients are reduced by each wrapper whose forward runs. Wrap the model once, at the "
+                "outside."
             )
             warnings.warn(tagged(Code.WRAPPED_TWICE, text), stacklevel=2)
 
@@ -209,8 +208,7 @@ class Extras:
                 Code.ADDED_PARAMETER,
                 f"{len(added)} trainable parameters were added or replaced after the module was wrapped: "
                 f"{', '.join(added[:20])}. They would not be reduced, and ranks would drift apart. Wrap the "
-                f"module again "
-                "after changing its parameters.",
+                "module again after changing its parameters.",
             )
 
     def _refuse_output(self, output: Any) -> NoReturn:
@@ -219,10 +217,8 @@ class Extras:
             TypeError,
             Code.OUTPUT_TYPE,
             f"forward returned a {type(output).__module__}.{type(output).__qualname__} in which no tensor can "
-            f"be found, but "
-            f"{option}=True needs the outputs of forward. Return tensors in a list, tuple, dict or dataclass, "
-            f"or explain "
-            "the class with lockstep.register_output_type(cls, flatten).",
+            f"be found, but {option}=True needs the outputs of forward. Return tensors in a list, tuple, dict or "
+            "dataclass, or explain the class with lockstep.register_output_type(cls, flatten).",
         )
 
     def _fail(self, kind: type[Exception], code: Code, text: str) -> NoReturn:
@@ -255,7 +251,7 @@ class Extras:
                 raise
             text = (
                 f"{error}; did you mean `.module.{name}`? (Note: what runs through `.module` is not "
-                f"reduced; see `call`.)"
+                "reduced; see `call`.)"
             )
             raise AttributeError(tagged(Code.NO_SUCH_ATTRIBUTE, text)) from None
 

@@ -90,7 +90,8 @@ def _full_text(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def join_group(rank: int, world_size: int, store: str) -> None:
+    """Become one rank of a gloo group that meets in the file ``store``."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -99,6 +100,10 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT),
     )
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    join_group(rank, world_size, store)
     while True:
         try:
             function, args = pipe.recv()

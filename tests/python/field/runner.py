@@ -9,16 +9,14 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from field.registry import Case, Engine, NotOffered, Variant, all_variants
-from ranks import GROUP_TIMEOUT
+from ranks import join_group
 
 #: In seconds: what the ranks that still run get after one has failed.
 GRACE = 3.0
@@ -118,14 +116,7 @@ def _judge(answers: dict[int, Any], variant: Variant, limit: float) -> tuple[str
 
 
 def _serve_once(rank: int, size: int, store: str, pipe: Connection, engine: str, number: int, variant: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT),
-    )
+    join_group(rank, size, store)
     answer: BaseException | None = None
     try:
         run_on_this_rank(engine, number, variant)
