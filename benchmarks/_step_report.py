@@ -9,6 +9,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +42,7 @@ class Case:
     gradient_errors: dict[str, float | None] = field(default_factory=dict)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def add_failure(self, contender: str, group: int | None, error: str) -> None:
+    def add_failure(self, contender: str, group: int, error: str) -> None:
         self._add([{"contender": contender, "group": group, "status": "failed", "error": error}])
 
     def add_group(self, group: int, runners: Sequence[Runner]) -> None:
@@ -152,9 +153,14 @@ def write(path: Path | None, content: dict[str, Any], says_so: bool) -> None:
 
 
 def print_markdown(path: Path, picture: Path | None) -> None:
-    """Print the README's table of a result, and draw it if asked."""
+    """Print the README's table of a result, to stderr what failed, and draw it if asked."""
     result = json.loads(path.read_text())
     print("\n".join(markdown(result)))
+    for model in result["models"]:
+        failed = [(row["contender"], row["error"]) for row in model["rows"] if row["status"] == "failed"]
+        failed += [("all", model["error"])] if model["error"] else []
+        for contender, error in failed:
+            print(f"failed: {model['title']}, {contender}: {error}", file=sys.stderr)
     if picture:
         draw(result, picture)
 

@@ -132,7 +132,8 @@ class Benchmark:
         if not self.options.no_profile:
             for model, case in zip(chosen, self.cases, strict=True):
                 if not case.error and not self.budget.is_over():
-                    case.counting_error = agreed(lambda model=model, case=case: self.count(model, case))
+                    error = agreed(lambda model=model, case=case: self.count(model, case))
+                    case.counting_error = error or case.counting_error
                     release(self.device)
         self.finish()
 
@@ -160,9 +161,7 @@ class Benchmark:
             del runners, runner
             release(self.device)
 
-    def build(
-        self, subject: Subject, contenders: Sequence[Contender], case: report.Case, group: int | None
-    ) -> list[Runner]:
+    def build(self, subject: Subject, contenders: Sequence[Contender], case: report.Case, group: int) -> list[Runner]:
         """Those that can be built, warmed up, and give the right gradients; the others are noted in ``case``."""
         runners: list[Runner] = []
         expected = subject.mean_gradients()
@@ -173,11 +172,11 @@ class Benchmark:
                 error = agreed(lambda built=built: built.append(built[0].gradient_error(expected)))
             if error:
                 case.add_failure(contender.name, group, error)
+                built.clear()
+                release(self.device)
             else:
                 runners.append(built[0])
                 case.gradient_errors[contender.name] = built[1] if contender.reduces else None
-            del built
-            release(self.device)
         return runners
 
     def count(self, model: Model, case: report.Case) -> None:

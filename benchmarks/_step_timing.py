@@ -13,8 +13,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 
 WARMUP_STEPS = 4  # torch builds its buckets anew before the second step and PowerSGD starts with the third
 ALL_REDUCES = 5  # timed, of all gradient bytes at once
+# Calls of the host that wait; not cudaDeviceSynchronize, which ends the trace.
+WAITS = {
+    *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+    *("cuStreamSynchronize", "cuEventSynchronize", "cuMemcpy"),
+}
 
 
 class Timer:
@@ -141,7 +147,8 @@ class Runner:
         self.block_ms: list[float] = []  # of one step, mean over each block
         self.issue_ms: list[float] = []  # host time of the first step of each block
         self.kept_bytes = self.peak_bytes = self.other_bytes = None
-        release(self.device)
+        gc.collect()
+        synchronize(self.device)
         before = self._memory()
         module = subject.copy()
         self.model = contender.wrap(module, dist.group.WORLD)
@@ -149,7 +156,8 @@ class Runner:
         for _ in range(WARMUP_STEPS):
             self.step()
         if self.cuda:
-            release(self.device)
+            gc.collect()
+            torch.cuda.synchronize(self.device)
             kept, outside = (now - then for now, then in zip(self._memory(), before, strict=True))
             torch.cuda.reset_peak_memory_stats(self.device)
             start = torch.cuda.memory_allocated(self.device)
@@ -264,6 +272,11 @@ def device_work(runner: Runner) -> dict[str, int]:
         profiler.export_chrome_trace(path)
         with open(path) as file:
             events = json.load(file)["traceEvents"]
+    return count_events(events, runner.cuda)
+
+
+def count_events(events: Iterable[dict[str, Any]], cuda: bool) -> dict[str, int]:
+    """``device_work`` of the events of a trace in Chrome's format."""
     kinds = Counter()
     for event in events:
         category, name = event.get("cat"), str(event.get("name"))
@@ -272,15 +285,9 @@ def device_work(runner: Runner) -> dict[str, int]:
             kinds["collectives"] += name.startswith("nccl")
         elif category in ("gpu_memcpy", "gpu_memset"):
             kinds["copies"] += 1
-        elif category == "user_annotation":
+        elif category == "user_annotation" and not cuda:
             kinds["collectives"] += name.startswith("gloo:")
         elif category in ("cuda_runtime", "cuda_driver"):
             kinds["waits"] += name in WAITS
-    names = ("kernels", "copies", "collectives", "waits") if runner.cuda else ("collectives",)
+    names = ("kernels", "copies", "collectives", "waits") if cuda else ("collectives",)
     return {name: kinds[name] for name in names}
-
-
-WAITS = {
-    *("cudaStreamSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuEventSynchronize"),
-    *("cudaMemcpy", "cuMemcpy"),
-}  # not cudaDeviceSynchronize, which ends the trace

@@ -29,7 +29,7 @@ LOSSY = {"tolerance": None, "wire_share": None}
 PROMISES: dict[str, dict[str, Any]] = {
     "fp16": HALF,
     "bf16": HALF,
-    "int8": {"tolerance": 0.1, "wire_share": 0.25},
+    "int8": {"tolerance": 0.05, "wire_share": 0.25},
     "powersgd": LOSSY,
     "batched_powersgd": LOSSY,
 }
