@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,6 +61,10 @@ class Model:
     build: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     cost: float = 1.0  # of a step, relative: its share of a budget of time
+    package: str | None = None  # that `build` imports
+
+    def is_here(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -89,6 +93,7 @@ def _resnet(blocks: tuple[int, ...], base_width: int, batch: int, side: int, cla
         f"ResNet-50, {batch}",
         build,
         lambda: (torch.randn(batch, 3, side, side), torch.randint(classes, (batch,))),
+        package="torchvision",
     )
 
 

@@ -117,7 +117,8 @@ class Benchmark:
 
     def run(self) -> None:
         known = models(self.options.scale)
-        chosen = [known[name] for name in self.options.models]
+        chosen = [known[name] for name in self.options.models if known[name].is_here()]
+        self.missing |= {n: f"needs {known[n].package}" for n in self.options.models if not known[n].is_here()}
         if self.rank == 0:
             print_missing(self.missing)
         for place, model in enumerate(chosen):
