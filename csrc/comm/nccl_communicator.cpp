@@ -16,6 +16,7 @@
 #include "comm/flights.h"
 #include "comm/nccl_handle.h"
 #include "comm/nccl_watchdog.h"
+#include "comm/sparse_sum.h"
 #include "core/error.h"
 
 namespace lockstep {
@@ -118,7 +119,7 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] std::string name() const override { return "nccl"; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
 
-  TransferPtr sum(at::Tensor data) override { return reduce("all-reduce", std::span(&data, 1), ncclSum); }
+  TransferPtr sum(at::Tensor data) override;
   TransferPtr max(at::Tensor data) override { return reduce("all-reduce (max)", std::span(&data, 1), ncclMax); }
   TransferPtr sum_all(std::span<const at::Tensor> tensors) override {
     return reduce("grouped all-reduce", tensors, ncclSum);
@@ -277,6 +278,14 @@ TransferPtr NcclCommunicator::reduce(const char* collective, std::span<const at:
     }
     return result;
   });
+}
+
+TransferPtr NcclCommunicator::sum(at::Tensor data) {
+  if (data.is_sparse()) {
+    sum_sparse(*this, std::move(data));
+    return std::make_unique<Done>();
+  }
+  return reduce("all-reduce", std::span(&data, 1), ncclSum);
 }
 
 TransferPtr NcclCommunicator::broadcast(at::Tensor data, int root) {

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
+#include <array>
 #include <condition_variable>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -33,12 +35,25 @@ class Gate {
   bool is_open_ = false;
 };
 
+/// A hook has failed: is it likely that another rank is the cause, which takes a while to find out?
+bool speaks_of_peers(const std::string& text) {
+  constexpr std::array kWords{"gloo", "NCCL", "imed out", "onnection"};
+  return std::any_of(kWords.begin(), kWords.end(), [&](const char* word) { return text.find(word) != text.npos; });
+}
+
 class PendingFuture final : public PendingMean {
  public:
-  PendingFuture(FuturePtr future, at::Tensor memory, std::string where, Communicator& comm)
-      : future_(std::move(future)), memory_(std::move(memory)), where_(std::move(where)), comm_(&comm) {
+  PendingFuture(FuturePtr future, at::Tensor memory, std::string where, Communicator& comm,
+                std::shared_ptr<CallbackOrder> order)
+      : future_(std::move(future)),
+        memory_(std::move(memory)),
+        where_(std::move(where)),
+        comm_(&comm),
+        order_(std::move(order)) {
     future_->addCallback([gate = gate_](c10::ivalue::Future&) { gate->open(); }, /*uses_future=*/false);
   }
+
+  [[nodiscard]] const std::shared_ptr<Gate>& gate() const { return gate_; }
 
   at::Tensor wait() override {
     await();  // for a device: the current stream waits
@@ -58,14 +73,23 @@ class PendingFuture final : public PendingMean {
   void await() {
     try {
       comm_->outwait([this](std::chrono::milliseconds patience) { return gate_->wait_for(patience); });
+      order_->on_done();
       future_->waitAndThrow();
     } catch (const PeerError&) {
       throw;
     } catch (const c10::Error& error) {
-      fail(Code::kReductionFailed, "{} failed: {}", where_, error.what_without_backtrace());
+      give_up(error.what_without_backtrace());
     } catch (const std::runtime_error& error) {
-      fail(Code::kReductionFailed, "{} failed: {}", where_, error.what());
+      give_up(error.what());
     }
+  }
+
+  [[noreturn]] void give_up(const std::string& text) const {
+    std::string cause;
+    if (const auto monitor = comm_->monitor(); monitor && speaks_of_peers(text)) {
+      cause = " " + monitor->explain_failure(text);
+    }
+    fail(Code::kReductionFailed, "{} failed: {}{}", where_, text, cause);
   }
 
   at::Tensor tensor_of(const c10::IValue& value) const {
@@ -83,6 +107,7 @@ class PendingFuture final : public PendingMean {
   at::Tensor memory_;
   std::string where_;
   Communicator* comm_;
+  std::shared_ptr<CallbackOrder> order_;
   std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
 };
 
@@ -96,8 +121,11 @@ c10d::GradBucket as_torch_bucket(const GradBucket& bucket) {
 
 class PythonHook final : public CommHook {
  public:
-  PythonHook(py::object state, py::object hook, std::string name)
-      : state_(std::move(state)), hook_(std::move(hook)), name_(std::move(name)) {}
+  PythonHook(py::object state, py::object hook, std::string name, std::vector<CallbackOrder::Group> groups)
+      : state_(std::move(state)),
+        hook_(std::move(hook)),
+        name_(std::move(name)),
+        order_(std::make_shared<CallbackOrder>(std::move(groups))) {}
 
   ~PythonHook() override {
     const py::gil_scoped_acquire gil;
@@ -107,10 +135,13 @@ class PythonHook final : public CommHook {
 
   [[nodiscard]] std::string name() const override { return name_; }
   [[nodiscard]] int64_t slot_alignment() const override { return 1; }
-  [[nodiscard]] bool communicates_later() const override { return true; }
+  [[nodiscard]] bool communicates_later() const override { return order_->one_at_a_time(); }
 
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
     std::string where = fmt::format("the comm hook '{}', called for {},", name_, bucket.describe());
+    if (bucket.id == BucketId{0}) order_->on_pass();
+    const bool on_host = bucket.memory.is_cpu();
+    if (on_host && order_->one_at_a_time()) await_last(comm);
     const py::gil_scoped_acquire gil;
     py::object result;
     try {
@@ -124,20 +155,33 @@ class PythonHook final : public CommHook {
       fail(Code::kHookResult, "{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
            std::string(py::str(result)).substr(0, 100), std::string(py::str(py::type::of(result))));
     }
+    if (on_host) order_->on_started();
     auto future = result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
-    return std::make_unique<PendingFuture>(std::move(future), bucket.memory, std::move(where), comm);
+    auto pending = std::make_unique<PendingFuture>(std::move(future), bucket.memory, std::move(where), comm, order_);
+    last_ = pending->gate();
+    return pending;
   }
 
  private:
+  void await_last(Communicator& comm) {
+    if (!last_) return;
+    comm.outwait([this](std::chrono::milliseconds patience) { return last_->wait_for(patience); });
+    order_->on_done();
+    last_.reset();
+  }
+
   py::object state_;
   py::object hook_;
   std::string name_;
+  std::shared_ptr<CallbackOrder> order_;
+  std::shared_ptr<Gate> last_;  // of the bucket before
 };
 
 }  // namespace
 
-std::unique_ptr<CommHook> make_python_hook(py::object state, py::object hook, std::string name) {
-  return std::make_unique<PythonHook>(std::move(state), std::move(hook), std::move(name));
+std::unique_ptr<CommHook> make_python_hook(py::object state, py::object hook, std::string name,
+                                           std::vector<CallbackOrder::Group> groups) {
+  return std::make_unique<PythonHook>(std::move(state), std::move(hook), std::move(name), std::move(groups));
 }
 
 }  // namespace lockstep::python

@@ -116,6 +116,7 @@ void Reducer::note_sync_switch(bool reduces) {
 
 void Reducer::expect_unused(std::span<const ParamId> ids) {
   const std::lock_guard lock(mutex_);
+  if (usage_reading() == Reading::kLater) return;
   for (const ParamId id : ids) usage_.hint_unused(id);
 }
 
@@ -217,8 +218,8 @@ void Reducer::shadow_step() {
     if (!is_empty(id)) transfers.push_back(send_stand_in(id, 0.0));
   }
   if (exchanges_usage()) usage_.start_exchange(*comm_, device());
-  check_guard();
-  if (exchanges_usage()) usage_.finish_exchange();
+  check_guard(reading());
+  if (exchanges_usage()) usage_.finish_exchange(*comm_, usage_reading());
   for (const InFlight& transfer : transfers) {
     const at::Tensor mean = transfer.mean->wait();
     if (options_.graph == GraphKind::kDynamic && usage_.anyone_late()) {

@@ -114,7 +114,12 @@ class Extras:
     # ---- construction ----
 
     def _set_watch_options(
-        self, strict: bool, check_sync_every: int, stall_threshold: float | None, uneven_forwards: bool
+        self,
+        strict: bool,
+        check_sync_every: int,
+        stall_threshold: float | None,
+        uneven_forwards: bool,
+        communicator: str,
     ) -> None:
         if check_sync_every < 0:
             text = f"check_sync_every is a number of steps, 0 for never, but is {check_sync_every}"
@@ -124,10 +129,14 @@ class Extras:
         if not math.isfinite(stall_threshold) or stall_threshold < 0:
             text = f"stall_threshold is in seconds, 0 for no monitor, but is {stall_threshold}"
             raise ValueError(tagged(Code.BAD_OPTION, text))
+        if communicator not in ("auto", "group", "nccl"):
+            text = f"communicator must be 'auto', 'group' or 'nccl', but is {communicator!r}"
+            raise ValueError(tagged(Code.BAD_OPTION, text))
         self._strict = strict
         self._check_sync_every = check_sync_every
         self._stall_threshold = stall_threshold
         self._uneven_forwards = uneven_forwards
+        self._communicator = communicator
         self._reduced_forwards = 0
 
     def _start_watch(self, hooked: list[torch.nn.Parameter]) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         stall_threshold: in seconds. A rank that waits for the others longer than this prints who is missing. 0: no
             monitor. None: the environment variable LOCKSTEP_STALL_THRESHOLD, else 30.
         uneven_forwards: ranks may run different numbers of forwards between two reductions.
+        communicator: what carries the collectives. "auto": connections of our own for gloo, so that they cannot meet
+            collectives of yours in the same group; the group for NCCL. "group": the process group. "nccl": an NCCL
+            communicator of our own, called without c10d in between (CUDA only).
         allow_passthrough: a module without trainable parameters is wrapped too, and simply forwarded.
 
     Raises:
@@ -78,6 +81,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         check_sync_every: int = 0,
         stall_threshold: float | None = None,
         uneven_forwards: bool = False,
+        communicator: Literal["auto", "group", "nccl"] = "auto",
         allow_passthrough: bool = False,
     ) -> None:
         _check_caps(bucket_cap_mb, bucket_cap_mb_list)
@@ -93,7 +97,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         if self._passes_through(module, allow_passthrough):
             return
         check_devices(module, device_ids, output_device)
-        self._set_watch_options(strict, check_sync_every, stall_threshold, uneven_forwards)
+        self._set_watch_options(strict, check_sync_every, stall_threshold, uneven_forwards, communicator)
         # Torch would check and copy the model with its own collectives; `_ddp_init_helper` does it with ours.
         self._init_sync_due = init_sync
         self._init_sync_buffers = broadcast_buffers is not False
@@ -147,14 +151,18 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
             strict=self._strict,
             uneven_forwards=self._uneven_forwards,
             stall_threshold_ms=round(1000 * self._stall_threshold),
+            communicator=self._communicator,
         )
         self.reducer.set_warning_observer(_codes.warn)
         if self._use_python_reducer:
             self.reducer._remove_autograd_hooks()  # torch registers hooks in Python instead
         if self.__dict__.pop("_init_sync_due", False):
             self.reducer.verify_same_model()
+            self.reducer.isolate()
             self.reducer.copy_from(self._initial_state(), self.broadcast_bucket_size, 0)
             self._compare_initial_buffers()
+        elif self._communicator == "nccl":
+            self.reducer.isolate()
         self._start_watch(parameters)
         self.logger = _C.Logger(
             self.reducer,
@@ -314,7 +322,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         self._check_comm_hook(_with_types(hook))
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         self._check_no_hook(name)
-        self.reducer.set_python_hook(state, hook, name)
+        self.reducer.set_python_hook(state, hook, name, _counting_groups(self.process_group))
         self._note_hook(name)
         self._comm_hooks.append((hook, state))
 
@@ -322,7 +330,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         name = str(comm_hook_type)
         self._check_no_hook(name)
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
-            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, name)
+            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, name, [])
         else:
             self.reducer.set_comm_hook("allreduce")
         self._note_hook(name)
@@ -376,6 +384,12 @@ def _with_types(hook: Any) -> Any:
 
     typed.__signature__ = signature
     return typed
+
+
+def _counting_groups(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """The groups that a hook most likely uses, those of gloo, which counts collectives when they are issued."""
+    groups = {id(group): group, id(dist.group.WORLD): dist.group.WORLD}.values()
+    return [group for group in groups if group is not None and group.name() == "gloo"]
 
 
 def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[float] | None) -> None:
