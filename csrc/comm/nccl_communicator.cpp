@@ -151,6 +151,7 @@ class NcclCommunicator final : public Communicator {
   EventPool events_;
   cudaEvent_t fork_;  // what the communication stream waits for at a call
   std::timed_mutex calls_;
+  bool was_captured_ = false;  // a graph may hold the communicator
   std::optional<NcclWatchdog> watchdog_;
 };
 
@@ -166,7 +167,7 @@ NcclCommunicator::~NcclCommunicator() {
     oldest = log_->oldest();
   }
   if (oldest.state == Flight::State::kLanded) {
-    handle_.close();
+    handle_.close(was_captured_ ? NcclHandle::Farewell::kLeave : NcclHandle::Farewell::kWait);
     return;
   }
   log_->fail_all(coded(Code::kAborted, fmt::format("[rank {}] the NCCL communicator was destroyed while {} was on its "
@@ -246,6 +247,10 @@ TransferPtr NcclCommunicator::issue(const char* collective, std::vector<at::Tens
   const std::lock_guard alone(calls_);
   log_->throw_if_failed();
   FlightPtr flight = log_->board(collective, bytes);
+  if (capture != cudaStreamCaptureStatusNone) {  // its event will say nothing outside of the graph
+    log_->forget(flight);
+    was_captured_ = true;
+  }
   try {
     C10_CUDA_CHECK(cudaEventRecord(fork_, current));
     C10_CUDA_CHECK(cudaStreamWaitEvent(stream_, fork_));
@@ -258,7 +263,6 @@ TransferPtr NcclCommunicator::issue(const char* collective, std::vector<at::Tens
     log_->forget(flight);
     throw;
   }
-  if (capture != cudaStreamCaptureStatusNone) log_->forget(flight);  // its event says nothing outside of the graph
   return std::make_unique<NcclTransfer>(log_, std::move(flight), std::move(tensors), current, stream_);
 }
 
