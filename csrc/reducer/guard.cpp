@@ -1,6 +1,7 @@
 #include "reducer/guard.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <fmt/format.h>
 
 namespace lockstep {
@@ -61,12 +62,15 @@ void Guard::start(Communicator& comm, const PassWord& word, at::Device device) {
     out[1 + i] = any ? kLowest : mine[i] * kRanks + rank;
     out[1 + kFields + i] = any ? kLowest : -mine[i] * kRanks + rank;
   }
+  // Not one of the training's collectives: tools count those of a profile to find buckets and steps.
+  const at::DisableRecordFunctionGuard unrecorded;
   exchange_ = numbers.to(device);
   transfer_ = comm.max(exchange_);
 }
 
 Guard::Finding Guard::finish() {
   if (!transfer_) return {};
+  const at::DisableRecordFunctionGuard unrecorded;
   const TransferPtr transfer = std::move(transfer_);
   transfer->wait();
   const at::Tensor numbers = exchange_.to(at::kCPU);

@@ -55,6 +55,11 @@ class UsageTracker {
   /// Number of ranks that used each parameter (int32), as last exchanged; before that, zeros.
   [[nodiscard]] at::Tensor map(at::Device device) const;
 
+  /// This rank has used the same parameters in every step that was reduced (`note_reduced`), or in less than two.
+  [[nodiscard]] bool same_in_all_steps() const { return same_in_all_steps_; }
+  /// A backward of this rank has been reduced: compares with the one before. To be called before `end_step`.
+  void note_reduced();
+
   /// Learns from this step and forgets it.
   void end_step();
 
@@ -69,6 +74,8 @@ class UsageTracker {
   bool anyone_late_ = false;
   bool any_unused_ = false;
   bool knows_other_ranks_ = false;
+  bool same_in_all_steps_ = true;
+  std::vector<uint8_t> last_used_;  // in the last reduced step; empty: there was none
   at::Tensor counts_;
   TransferPtr transfer_;
 };
