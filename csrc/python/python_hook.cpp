@@ -123,10 +123,10 @@ class PythonHook final : public CommHook {
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
       // Torch raises a ValueError.
       TORCH_CHECK_VALUE(
-          false, coded(Code::kHookResult,
-                       fmt::format("{} returned {}: callback must return a torch.futures.Future object, but got {}",
-                                   where, std::string(py::str(result)).substr(0, 100),
-                                   std::string(py::str(py::type::of(result))))));
+          false,
+          coded(Code::kHookResult,
+                fmt::format("{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
+                            std::string(py::str(result)).substr(0, 100), std::string(py::str(py::type::of(result))))));
     }
     auto future = result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
     return std::make_unique<PendingFuture>(std::move(future), bucket.memory, std::move(where), comm);

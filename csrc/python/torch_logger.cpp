@@ -2,9 +2,9 @@
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <set>
-#include <torch/csrc/distributed/c10d/debug.h>
 
 #include "python/bindings.h"
 
@@ -77,7 +77,8 @@ void TorchLogger::describe_construction(const std::string& module_name, const st
   std::set<std::string> lines;
   for (const auto& [name, value] : facts.ints_map) lines.insert(fmt::format("{}: {}", name, value));
   for (const auto& [name, value] : facts.strs_map) lines.insert(fmt::format("{}: {}", name, value));
-  LOG(INFO) << fmt::format("[Rank {}]: DDP Initialized with: \n{}", replica_->communicator().rank(), joined(lines, "\n"));
+  LOG(INFO) << fmt::format("[Rank {}]: DDP Initialized with: \n{}", replica_->communicator().rank(),
+                           joined(lines, "\n"));
 }
 
 void TorchLogger::print_averages() {

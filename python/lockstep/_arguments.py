@@ -1,4 +1,4 @@
-"""Checks of the constructor's arguments that torch does not make, or lets fail deep inside with a text about something else.
+"""Checks of the constructor's arguments that torch does not make, or leaves to something deep inside.
 
 Each raises what torch's class raises for the same input, where torch notices it at all.
 """

@@ -19,6 +19,7 @@ from lockstep._buffers import Buffers, check_devices
 from lockstep._build_check import build_info
 from lockstep._codes import Code, tagged
 from lockstep._extras import Extras
+from lockstep._logger import make_logger
 from lockstep._mixed_precision import MixedPrecision, check_config, reduce_in
 from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
@@ -160,21 +161,7 @@ class DistributedDataParallel(Extras, Buffers, MixedPrecision, TorchDDP):
             self.reducer.copy_from(self._initial_state(), self.broadcast_bucket_size, 0)
             self._compare_initial_buffers()
         self._start_watch(parameters)
-        self.logger = _C.Logger(
-            self.reducer,
-            self.process_group,
-            bucket_cap_bytes=self.bucket_bytes_cap,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-        )
-        self.logger.set_construction_data_and_log(
-            self.module.__class__.__name__,
-            self.device_ids or [],
-            -1 if self.output_device is None else self.output_device,
-            bool(self.broadcast_buffers),
-            any(isinstance(submodule, torch.nn.SyncBatchNorm) for submodule in self.module.modules()),
-            static_graph,
-        )
+        self.logger = make_logger(self, static_graph)
         self._passing_sync_batchnorm_handle(self.module)
 
     def _check_device(self) -> None:

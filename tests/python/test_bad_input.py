@@ -221,7 +221,7 @@ REDUCER = {
     "autograd_hook_beyond": Case(
         _of_reducer("_autograd_hook", 2), ("no parameter 2", "2 parameters"), IndexError, UNCHECKED
     ),
-    "autograd_hook_negative": Case(_of_reducer("_autograd_hook", -1)),
+    "autograd_hook_negative": Case(_of_reducer("_autograd_hook", -1), (), TypeError, UNCHECKED),
 }
 
 CASES = {**CONSTRUCTOR, **METHODS, **REDUCER}

@@ -285,7 +285,8 @@ def _recurrent() -> None:
         assert out.dtype == torch.bfloat16
         out.sum().backward()
     assert_bit_equal_on_all_ranks([p.grad for p in model.parameters()], "gradient")
-    assert all(p is module.rnn._parameters[n] for p, n in zip(module.rnn._flat_weights, module.rnn._flat_weights_names))
+    for p, name in zip(module.rnn._flat_weights, module.rnn._flat_weights_names, strict=True):
+        assert p is module.rnn._parameters[name]
 
 
 def test_recurrent_modules_and_shared_weights_are_cast(ranks):
@@ -319,11 +320,11 @@ def _refused() -> None:
     def wrap(config: object, module: nn.Module | None = None) -> lockstep.DistributedDataParallel:
         return lockstep.DistributedDataParallel(module or nn.Linear(2, 2), mixed_precision=config)
 
-    with pytest.raises(AttributeError, match="has no param_dtype, reduce_dtype, buffer_dtype.*LS-102"):
+    with pytest.raises(AttributeError, match=r"has no param_dtype, reduce_dtype, buffer_dtype.*LS-102"):
         wrap(torch.float16)
-    with pytest.raises(TypeError, match="mixed_precision.param_dtype is a torch.dtype or None, but is 'fp16'"):
+    with pytest.raises(TypeError, match=r"mixed_precision\.param_dtype is a torch\.dtype or None, but is 'fp16'"):
         wrap(_MixedPrecision("fp16"))
-    with pytest.raises(RuntimeError, match="mixed_precision.reduce_dtype must be a floating point dtype.*torch.int8"):
+    with pytest.raises(RuntimeError, match=r"mixed_precision\.reduce_dtype must be a floating point dtype.*torch\.int8"):
         wrap(_MixedPrecision(reduce_dtype=torch.int8))
     with pytest.raises(NotImplementedError, match="TorchScript"):
         wrap(HALF, torch.jit.script(nn.Linear(2, 2)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,8 +78,9 @@ def _hidden() -> list[str]:
         model(rank_data(3, 10)).sum().backward()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
-        names = [event.get("name", "") for event in json.load(open(file.name))["traceEvents"]]
-    return sorted(n for n in names if n.startswith(("c10d::allreduce", "gloo:all_reduce", "record_param_comms", "wait")))
+        names = [event.get("name", "") for event in json.loads(Path(file.name).read_text())["traceEvents"]]
+    of_collectives = ("c10d::allreduce", "gloo:all_reduce", "record_param_comms", "wait")
+    return sorted(name for name in names if name.startswith(of_collectives))
 
 
 def test_agreement_of_the_ranks_leaves_no_trace_in_a_profile(ranks):
