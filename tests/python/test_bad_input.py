@@ -249,3 +249,12 @@ def test_bad_input_is_refused_on_every_rank_as_torch_refuses_it(ranks, name):
         for phrase in case.phrases:
             assert phrase in text, text
     ranks.run(dist.barrier)  # the group is still of use
+
+
+def test_without_a_process_group_it_says_how_to_get_one():
+    kinds = []
+    for cls in (lockstep.DistributedDataParallel, TorchDDP):
+        with pytest.raises((RuntimeError, ValueError), match="init_process_group") as error:
+            cls(nn.Linear(2, 2))
+        kinds.append(error.type)
+    assert kinds[0] is kinds[1]

@@ -324,7 +324,7 @@ def _refused() -> None:
         wrap(torch.float16)
     with pytest.raises(TypeError, match=r"mixed_precision\.param_dtype is a torch\.dtype or None, but is 'fp16'"):
         wrap(_MixedPrecision("fp16"))
-    with pytest.raises(RuntimeError, match=r"mixed_precision\.reduce_dtype must be a floating point dtype.*torch\.int8"):
+    with pytest.raises(RuntimeError, match=r"mixed_precision\.reduce_dtype must be a floating point.*torch\.int8"):
         wrap(_MixedPrecision(reduce_dtype=torch.int8))
     with pytest.raises(NotImplementedError, match="TorchScript"):
         wrap(HALF, torch.jit.script(nn.Linear(2, 2)))
