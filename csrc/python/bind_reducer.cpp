@@ -37,6 +37,13 @@ std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vecto
                                    std::move(options), std::move(progress));
 }
 
+/// @throws std::out_of_range  Python sees an IndexError.
+ParamId known(Replica& replica, size_t i) {
+  const size_t count = replica.reducer().params().size();
+  if (i >= count) throw std::out_of_range(fmt::format("there is no parameter {}, only {} parameters", i, count));
+  return param_id(i);
+}
+
 /// Answers with the sum that `work` leaves in its one-element result.
 std::function<int()> live_ranks(c10::intrusive_ptr<c10d::Work> work) {
   return [work = std::move(work), known = std::optional<int>()]() mutable {
@@ -91,7 +98,7 @@ void bind_reducer(py::module_& m) {
             const py::gil_scoped_release no_gil;
             self.reducer().set_hook(std::move(adapter));
           },
-          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("groups"),
+          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("groups") = std::vector<Group>(),
           "Selects a hook written for torch. `groups`: those that it may use and that count their collectives.")
       .def("prepare_for_forward", &Replica::count_forward, NoGil(), "Counts a forward that is to be reduced.")
       .def(
@@ -109,6 +116,9 @@ void bind_reducer(py::module_& m) {
           py::arg("output"), NoGil())
       .def(
           "_set_static_graph", [](Replica& self) { self.reducer().set_static_graph(); }, NoGil())
+      .def(
+          "_ddp_graph_static", [](Replica& self) { return self.reducer().graph_has_been_static(); }, NoGil(),
+          "False once this rank has used other parameters in one reduced step than in the one before.")
       .def(
           "_set_manual_finalization_required",
           [](Replica& self, bool required) { self.reducer().set_manual_finalization(required); }, py::arg("required"),
@@ -135,7 +145,7 @@ void bind_reducer(py::module_& m) {
           py::arg("work"), py::arg("use_static_world_size"), NoGil(),
           "`work` counts the ranks that still have data; gradients are divided by it, or by all ranks.")
       .def(
-          "_autograd_hook", [](Replica& self, size_t i) { self.reducer().on_grad_ready(param_id(i)); },
+          "_autograd_hook", [](Replica& self, size_t i) { self.reducer().on_grad_ready(known(self, i)); },
           py::arg("index"), NoGil(), "The gradient of this parameter is there, as if autograd had said so.")
       .def(
           "_set_optimizer_in_backward", [](Replica& self) { self.reducer().leave_gradients_to_hook(); }, NoGil())

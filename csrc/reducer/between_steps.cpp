@@ -1,5 +1,6 @@
 // What the reducer does between steps: construction, new plans and hooks, other sets of ranks, explicit reductions.
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -13,6 +14,8 @@
 
 namespace lockstep {
 namespace {
+
+constexpr const char* kSearchEvent = "torch.distributed.ddp.reducer::search_unused_parameters";
 
 ParamList checked(ParamList params) {
   if (params.tensors.empty()) {
@@ -98,6 +101,9 @@ bool Reducer::begin_step() {
 void Reducer::expect_backward(std::span<const at::Tensor> outputs) {
   const std::lock_guard lock(mutex_);
   if (phase_ == Phase::kIdle || phase_ == Phase::kAccumulating) phase_ = Phase::kArmed;
+  std::optional<at::RecordFunction> event;  // what stands here for torch's search has its name in profiles
+  if (options_.graph == GraphKind::kDynamic) event.emplace(at::RecordScope::FUNCTION);
+  if (event && event->isActive()) event->before(kSearchEvent);
   watch_outputs(outputs, weak_from_this());
   outputs_.add(outputs);
   progress_->enter(Stage::kBeforeBackward);

@@ -1,6 +1,7 @@
 #include "reducer/guard.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <fmt/format.h>
 
 #include <utility>
@@ -83,12 +84,15 @@ void Guard::start(Communicator& comm, const PassWord& word, at::Device device) {
     out[1 + i] = any ? kLowest : mine[i] * kRanks + rank;
     out[1 + kFields + i] = any ? kLowest : -mine[i] * kRanks + rank;
   }
+  // Not one of the training's collectives: tools count those of a profile to find buckets and steps.
+  const at::DisableRecordFunctionGuard unrecorded;
   exchange_ = sent_to(numbers, device);
   transfer_ = comm.max(exchange_);
 }
 
 Guard::Finding Guard::finish(Communicator& comm, Reading reading) {
   if (!transfer_) return {};
+  const at::DisableRecordFunctionGuard unrecorded;
   std::exchange(transfer_, nullptr)->wait();
   std::optional<HostCopy> earlier = std::exchange(unread_, HostCopy(exchange_));
   Finding finding;

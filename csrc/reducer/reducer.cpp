@@ -220,6 +220,7 @@ void Reducer::finish() {
   times_.communication_end = StepTimes::now();
   for (const auto& wait : std::exchange(final_waits_, {})) wait();
   check_unused_option();
+  if (options_.graph == GraphKind::kDynamic) usage_.note_reduced();
   learn_from_pass();
   ++num_reductions_;
   end_pass();

@@ -132,6 +132,11 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   [[nodiscard]] size_t num_sent_buckets();
   /// Bytes of parameters that no rank used in the last pass, as far as the kind of graph lets us know.
   [[nodiscard]] int64_t unused_bytes();
+  /// False once the set of parameters that this rank uses has changed between two reduced steps, which only kDynamic
+  /// allows: static_graph=True would not do for this model.
+  [[nodiscard]] bool graph_has_been_static();
+  /// The same, once there is evidence: nothing for other kinds of graph, or before two steps have been reduced.
+  [[nodiscard]] std::optional<bool> can_set_static_graph();
   [[nodiscard]] StepTimes last_step_times();
   [[nodiscard]] const ParamList& params() const { return params_; }
   [[nodiscard]] Communicator& communicator() const { return *comm_; }

@@ -72,6 +72,11 @@ void UsageTracker::learn(const at::Tensor& counts, int ranks) {
 
 at::Tensor UsageTracker::map(at::Device device) const { return at::tensor(users_, at::dtype(at::kInt)).to(device); }
 
+void UsageTracker::note_reduced() {
+  if (!last_used_.empty() && last_used_ != used_) same_in_all_steps_ = false;
+  last_used_ = used_;
+}
+
 void UsageTracker::end_step() {
   for (size_t i = 0; i < used_.size(); ++i) {
     if (hinted_[i] == 0) surprising_[i] |= late_[i];  // a wrong hint says nothing about the model

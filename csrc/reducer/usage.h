@@ -60,6 +60,11 @@ class UsageTracker {
   /// Number of ranks that used each parameter (int32), as last looked at; before that, zeros.
   [[nodiscard]] at::Tensor map(at::Device device) const;
 
+  /// This rank has used the same parameters in every step that was reduced (`note_reduced`), or in less than two.
+  [[nodiscard]] bool same_in_all_steps() const { return same_in_all_steps_; }
+  /// A backward of this rank has been reduced: compares with the one before. To be called before `end_step`.
+  void note_reduced();
+
   /// Learns from this step and forgets it.
   void end_step();
 
@@ -78,6 +83,8 @@ class UsageTracker {
   bool any_unused_ = false;
   bool knows_other_ranks_ = false;
   bool may_be_late_ = false;  // somebody left a parameter out in the last step, and may presume it unused in this one
+  bool same_in_all_steps_ = true;
+  std::vector<uint8_t> last_used_;  // in the last reduced step; empty: there was none
   at::Tensor counts_;
   TransferPtr transfer_;
   std::optional<HostCopy> unread_;  // counts of the last step

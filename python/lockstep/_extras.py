@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import warnings
@@ -13,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import _monitor, _parameters
+from lockstep._arguments import check_group
 from lockstep._codes import Code, tagged
 
 
@@ -263,6 +265,19 @@ class Extras:
                 "reduced; see `call`.)"
             )
             raise AttributeError(tagged(Code.NO_SUCH_ATTRIBUTE, text)) from None
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        if new_process_group != torch.distributed.GroupMember.NON_GROUP_MEMBER:  # that one leaves all as it is
+            check_group(new_process_group)
+        super()._update_process_group(new_process_group)
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        try:
+            super()._check_comm_hook(hook)
+        except KeyError:
+            parameters = ", ".join(inspect.signature(hook).parameters)
+            text = f"a comm hook takes (state, bucket), by these names, but this one takes ({parameters})"
+            raise KeyError(tagged(Code.BAD_ARGUMENT, text)) from None
 
     def _check_default_group(self) -> None:
         try:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from lockstep import _C, _codes, _compat
+from lockstep._arguments import check_arguments
 from lockstep._buffers import Buffers, check_devices
 from lockstep._build_check import build_info
 from lockstep._codes import Code, tagged
 from lockstep._extras import Extras
+from lockstep._logger import make_logger
+from lockstep._mixed_precision import MixedPrecision, check_config, reduce_in
 from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
 
@@ -25,7 +28,7 @@ from lockstep._reducer import Reducer
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
 
-class DistributedDataParallel(Extras, Buffers, TorchDDP):
+class DistributedDataParallel(Extras, Buffers, MixedPrecision, TorchDDP):
     """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
 
     Takes the arguments of torch's class, of every supported version, and means the same by them. It is a subclass, so
@@ -84,16 +87,17 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         communicator: Literal["auto", "group", "nccl"] = "auto",
         allow_passthrough: bool = False,
     ) -> None:
-        _check_caps(bucket_cap_mb, bucket_cap_mb_list)
-        if mixed_precision is not None:
-            raise NotImplementedError(
-                tagged(
-                    Code.MIXED_PRECISION,
-                    "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` "
-                    "argument. "
-                    "Use torch.autocast around forward, or a half-precision comm hook for half the bytes on the wire.",
-                )
-            )
+        check_arguments(
+            module,
+            device_ids,
+            process_group,
+            bucket_cap_mb,
+            delay_all_reduce_named_params,
+            param_to_hook_all_reduce,
+            device_mesh,
+            bucket_cap_mb_list,
+        )
+        check_config(mixed_precision, module)
         if self._passes_through(module, allow_passthrough):
             return
         check_devices(module, device_ids, output_device)
@@ -123,6 +127,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
             bucket_cap_mb_list=bucket_cap_mb_list,
             **_compat.buffer_keywords(broadcast_buffers, forward_sync_buffers),
         )
+        self._start_mixed_precision(mixed_precision)
 
     # ---- construction: torch calls these, and gets our engine ----
 
@@ -164,21 +169,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         elif self._communicator == "nccl":
             self.reducer.isolate()
         self._start_watch(parameters)
-        self.logger = _C.Logger(
-            self.reducer,
-            self.process_group,
-            bucket_cap_bytes=self.bucket_bytes_cap,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-        )
-        self.logger.set_construction_data_and_log(
-            self.module.__class__.__name__,
-            self.device_ids or [],
-            -1 if self.output_device is None else self.output_device,
-            bool(self.broadcast_buffers),
-            any(isinstance(submodule, torch.nn.SyncBatchNorm) for submodule in self.module.modules()),
-            static_graph,
-        )
+        self.logger = make_logger(self, static_graph)
         self._passing_sync_batchnorm_handle(self.module)
 
     def _check_device(self) -> None:
@@ -229,6 +220,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
             self.reducer.expect_local_backward()
         if torch.is_grad_enabled():  # an evaluation, perhaps on one rank alone, changes nothing for the next forward
             self.require_forward_param_sync = reduces
+            self._watch_for_recomputation(output)
         self._clear_grad_buffer()
         return output
 
@@ -294,7 +286,8 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         outer = TorchDDP._active_ddp_module
         TorchDDP._active_ddp_module = self
         try:
-            yield
+            with self._in_low_precision():
+                yield
         finally:
             TorchDDP._active_ddp_module = outer
 
@@ -327,10 +320,13 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
+            text = f"a built-in comm hook is a torch.distributed.BuiltinCommHookType, but got {comm_hook_type!r}"
+            self._log_and_throw(TypeError, tagged(Code.BAD_ARGUMENT, text))
         name = str(comm_hook_type)
         self._check_no_hook(name)
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
-            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, name, [])
+            self.reducer.set_python_hook((weakref.ref(self), torch.float16), reduce_in, name)
         else:
             self.reducer.set_comm_hook("allreduce")
         self._note_hook(name)
@@ -356,6 +352,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         state.pop("_init_sync_due", None)
         state.pop("_reduced_hooks", None)  # called by the reducer of the original
         super().__setstate__(state)
+        self._reduce_in_low_precision()
         if manual:
             self.require_manual_backward_finalization = manual
 
@@ -390,15 +387,3 @@ def _counting_groups(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     """The groups that a hook most likely uses, those of gloo, which counts collectives when they are issued."""
     groups = {id(group): group, id(dist.group.WORLD): dist.group.WORLD}.values()
     return [group for group in groups if group is not None and group.name() == "gloo"]
-
-
-def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[float] | None) -> None:
-    given = {"bucket_cap_mb": [bucket_cap_mb], "bucket_cap_mb_list": bucket_cap_mb_list or []}
-    for name, caps in given.items():
-        for cap in caps:
-            if cap is not None and cap <= 0:
-                raise ValueError(
-                    tagged(
-                        Code.BUCKET_CAP, f"{name} is the size of a bucket in MiB and must be positive, but is {cap}."
-                    )
-                )

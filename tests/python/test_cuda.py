@@ -282,7 +282,7 @@ def _sparse(communicator: str) -> None:
             return self.head(self.table(index))
 
     pair = pair_on_gpu(Lookup, communicator=communicator)
-    for step in range(3):
+    for _ in range(3):
         index = torch.tensor([1, 2 + dist.get_rank(), 2, 5][: 3 + dist.get_rank()], device="cuda")  # 2 and 4 rows
         pair.backward(lambda index=index: index)
         for ours, theirs in zip(pair.wrapped.parameters(), pair.plain.parameters(), strict=True):
