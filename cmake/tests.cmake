@@ -29,7 +29,7 @@ endif()
 add_executable(lockstep_tests
   tests/cpp/engine/cast_test.cpp
   tests/cpp/engine/communicator_test.cpp
-  tests/cpp/engine/grad_buffers_test.cpp
+  tests/cpp/engine/grad_buffers_test.cpp tests/cpp/engine/in_place_test.cpp
   tests/cpp/engine/hook_contract_test.cpp
   tests/cpp/engine/pack_test.cpp
   tests/cpp/engine/reducer_test.cpp

@@ -92,6 +92,7 @@ void Replica::verify_same_model() {
 void Replica::isolate() {
   const Waiting waiting(*progress_);
   comm_->isolate();
+  reducer_->on_new_connections();
 }
 
 void Replica::assert_in_sync(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names) {

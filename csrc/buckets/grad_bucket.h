@@ -39,6 +39,12 @@ struct GradBucket {
   at::Tensor memory;
   bool complex = false;  ///< The elements of `memory` are pairs: real and imaginary parts.
 
+  /// Gradients of this bucket that are reduced where they lie: dense, of any layout, the same layouts on every rank.
+  /// Empty unless the hook asks for them.
+  std::vector<at::Tensor> in_place{};
+  /// Nothing was divided by the number of ranks, whatever the hook's `input` says.
+  bool undivided = false;
+
   const GradBuffers* owner = nullptr;
 
   /// Built at the first call for a plan; hooks that look at the flat memory only never pay for it.

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "core/error.h"
 #include "kernels/cast.h"
@@ -70,6 +71,10 @@ std::vector<ParamSpec> specs_of(const ParamList& params) {
   return specs;
 }
 
+void choose_in_place(std::vector<ParamSpec>& specs, bool any) {
+  for (ParamSpec& spec : specs) spec.in_place = any && !spec.sparse && spec.numel * spec.element_size >= kInPlaceBytes;
+}
+
 GradBuffers::GradBuffers(const ParamList& params, GradPlacement placement, BucketLifetime lifetime, BucketPlan plan,
                          const WireType& wire)
     : params_(&params), placement_(placement), lifetime_(lifetime) {
@@ -91,6 +96,7 @@ void GradBuffers::adopt(BucketPlan plan, const WireType& wire) {
     wire_types_.push_back(as_it_is ? real_type(first) : wire(real_type(first), first.is_complex()));
     if (keeps_memory()) provide_memory(id);
   }
+  in_place_.assign(params_->size(), at::Tensor());
   members_.clear();
   members_.resize(plan_->num_buckets());
   views_.clear();
@@ -135,7 +141,49 @@ at::Tensor GradBuffers::stand_in(BucketId id, double value) const {
                        : allocate(id, wire_types_[index(id)]).fill_(value);
 }
 
+std::vector<at::Tensor> GradBuffers::in_place_stand_ins(BucketId id, double value) const {
+  std::vector<at::Tensor> result;
+  for (const ParamId param : plan_->bucket(id).params) {
+    if (plan_->slot(param).in_place) result.push_back(empty_grad(param).fill_(value));
+  }
+  return result;
+}
+
+/// In the layout on which all ranks agree.
+at::Tensor GradBuffers::empty_grad(ParamId id) const {
+  const at::Tensor& param = params_->tensors[index(id)];
+  return at::empty_strided(param.sizes(), strides_[index(id)], param.options().requires_grad(std::nullopt));
+}
+
+/// The gradient itself; or a copy when it lies in another order, must not change, or belongs to a graph.
+at::Tensor GradBuffers::taken_in_place(ParamId id, Presence presence) const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor& param = params_->tensors[index(id)];
+  const at::Tensor& grad = grad_of(param);
+  if (!grad.defined() || presence == Presence::kAbsent) return empty_grad(id).zero_();
+  check_grad(id, grad, param.device());
+  const bool may_change = presence == Presence::kInside && !grad.requires_grad();
+  if (!may_change || !in_slot_order(id, grad) || grad.is_conj() || grad.is_neg()) return empty_grad(id).copy_(grad);
+  // Whoever saved this gradient must be able to notice.
+  grad.unsafeGetTensorImpl()->bump_version();
+  return grad;
+}
+
+/// What was reduced where it lay, or in a copy, becomes the gradient.
+void GradBuffers::hand_over(ParamId id, bool keep) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor mean = std::exchange(in_place_[index(id)], at::Tensor());
+  at::Tensor& grad = grad_of(params_->tensors[index(id)]);
+  if (keep || grad.is_same(mean)) return;
+  if (grad.defined()) {
+    grad.copy_(mean);
+  } else {
+    grad = mean;
+  }
+}
+
 at::Tensor GradBuffers::slot_view(const at::Tensor& flat, ParamId id) const {
+  if (plan_->slot(id).in_place) return in_place_[index(id)];
   const at::Tensor& param = params_->tensors[index(id)];
   const int64_t offset = flat.storage_offset() + plan_->slot(id).offset;
   const bool same = flat.scalar_type() == real_type(param);  // else real: complex gradients are never cast
@@ -211,6 +259,11 @@ void GradBuffers::absorb(BucketId id, double scale, const PresenceOf& presence) 
   segments_.clear();
   for (const ParamId param : bucket.params) {
     const Presence here = presence ? presence(param) : Presence::kInside;
+    if (plan_->slot(param).in_place) {
+      in_place_[index(param)] = taken_in_place(param, here);
+      if (scale != 1.0) in_place_[index(param)].mul_(scale);
+      continue;
+    }
     if (here == Presence::kAbsent) {
       segments_.push_back({.grad = nullptr, .offset = plan_->slot(param).offset, .numel = plan_->slot(param).numel});
       continue;
@@ -270,7 +323,12 @@ void GradBuffers::publish(BucketId id, const at::Tensor& mean, const Predicate& 
   }
   segments_.clear();
   for (const ParamId param : bucket.params) {
-    if (keep && keep(param)) continue;
+    const bool keeps = keep && keep(param);
+    if (plan_->slot(param).in_place) {
+      hand_over(param, keeps);
+      continue;
+    }
+    if (keeps) continue;
     const Segment segment = segment_of(param, Direction::kPublish, mean);
     if (segment.grad == nullptr) continue;
     segments_.push_back(segment);
@@ -286,10 +344,15 @@ void GradBuffers::publish(BucketId id, const at::Tensor& mean, const Predicate& 
 }
 
 GradBucket GradBuffers::lend(BucketId id) const {
+  std::vector<at::Tensor> in_place;
+  for (const ParamId param : plan_->bucket(id).params) {
+    if (plan_->slot(param).in_place) in_place.push_back(in_place_[index(param)]);
+  }
   return {.id = id,
           .count = plan_->num_buckets(),
           .memory = wire_[index(id)],
           .complex = params_->tensors[index(plan_->bucket(id).params.front())].is_complex(),
+          .in_place = std::move(in_place),
           .owner = this};
 }
 

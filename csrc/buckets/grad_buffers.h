@@ -30,6 +30,12 @@ struct ParamList {
 /// What the planner needs to know. A kind is a pair of dtype and device, numbered in order of appearance.
 [[nodiscard]] std::vector<ParamSpec> specs_of(const ParamList& params);
 
+/// From this size on, in bytes, a gradient is worth a reduction of its own.
+inline constexpr int64_t kInPlaceBytes = 256 * 1024;
+
+/// Chooses the gradients that are reduced where they lie: the dense ones from kInPlaceBytes on, or none.
+void choose_in_place(std::vector<ParamSpec>& specs, bool any);
+
 /// Where gradients live after a step.
 enum class GradPlacement {
   kOwnMemory,   ///< Each gradient keeps the memory that autograd gave it.
@@ -81,6 +87,7 @@ class GradBuffers {
 
   /// A tensor on this parameter's slot in `flat`, with the parameter's shape and layout, and its dtype when `flat` is
   /// of that dtype too.
+  /// What is reduced where it lies is returned itself.
   [[nodiscard]] at::Tensor slot_view(const at::Tensor& flat, ParamId id) const;
 
   /// What a comm hook gets to see.
@@ -94,6 +101,8 @@ class GradBuffers {
   [[nodiscard]] bool are_captured() const { return cuda::is_capturing(params_->tensors.front().device()); }
   /// A tensor like that, filled with `value`, for a rank that has nothing to send.
   [[nodiscard]] at::Tensor stand_in(BucketId id, double value) const;
+  /// The same for gradients that are reduced where they lie.
+  [[nodiscard]] std::vector<at::Tensor> in_place_stand_ins(BucketId id, double value) const;
 
  private:
   enum class Direction { kAbsorb, kPublish };
@@ -107,6 +116,9 @@ class GradBuffers {
   }
 
   void move_out(ParamId id);
+  [[nodiscard]] at::Tensor empty_grad(ParamId id) const;
+  [[nodiscard]] at::Tensor taken_in_place(ParamId id, Presence presence) const;
+  void hand_over(ParamId id, bool keep);
   Segment segment_of(ParamId id, Direction direction, const at::Tensor& flat);
   Segment moved(ParamId id, Direction direction, const at::Tensor& flat);
   void absorb_sparse(BucketId id, double scale);
@@ -122,6 +134,7 @@ class GradBuffers {
   std::vector<at::Tensor> wire_;               // what is sent
   std::vector<at::Tensor> homes_;              // what gradients live in, with kBucketView: `wire_` unless that is cast
   std::vector<at::Tensor> views_;              // by ParamId; only with kBucketView
+  std::vector<at::Tensor> in_place_;           // by ParamId: what is on its way of those reduced where they lie
   std::vector<Segment> segments_;              // scratch of absorb and publish, like the next
   std::vector<at::Tensor> reordered_;          // gradients in the order of their slots, to be cast
   mutable std::vector<std::unique_ptr<const BucketMembers>> members_;  // by BucketId, built on demand

@@ -44,6 +44,11 @@ TransferPtr Communicator::average(at::Tensor data) {
   return sum(std::move(data));
 }
 
+TransferPtr Communicator::average_all(std::span<const at::Tensor> tensors) {
+  for (const at::Tensor& tensor : tensors) tensor.div_(size());
+  return sum_all(tensors);
+}
+
 TransferPtr Communicator::sum_all(std::span<const at::Tensor> tensors) {
   std::vector<TransferPtr> parts;
   parts.reserve(tensors.size());

@@ -53,6 +53,10 @@ class Communicator {
   virtual TransferPtr max(at::Tensor data) = 0;
   /// `data` becomes the mean over ranks: divided by the number of ranks in its own dtype, then summed.
   virtual TransferPtr average(at::Tensor data);
+  /// Every tensor becomes its mean over ranks, as one transfer.
+  virtual TransferPtr average_all(std::span<const at::Tensor> tensors);
+  /// `average_all` makes no pass over the tensors but that of the reduction, and one launch for all of them.
+  [[nodiscard]] virtual bool averages_for_free() const { return false; }
   /// `data` becomes that of rank `root`.
   virtual TransferPtr broadcast(at::Tensor data, int root) = 0;
   /// `output` (size() * n elements) becomes the `input` (n elements) of rank 0, 1, ...

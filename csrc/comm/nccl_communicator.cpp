@@ -124,6 +124,10 @@ class NcclCommunicator final : public Communicator {
   TransferPtr sum_all(std::span<const at::Tensor> tensors) override {
     return reduce("grouped all-reduce", tensors, ncclSum);
   }
+  TransferPtr average_all(std::span<const at::Tensor> tensors) override {
+    return reduce("grouped mean", tensors, ncclAvg);
+  }
+  [[nodiscard]] bool averages_for_free() const override { return true; }
   TransferPtr broadcast(at::Tensor data, int root) override;
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
   TransferPtr all_to_all(at::Tensor output, at::Tensor input) override;
@@ -212,9 +216,9 @@ void NcclCommunicator::admit_pair(const char* collective, const at::Tensor& outp
 Wire NcclCommunicator::wire_of(const at::Tensor& tensor, ncclRedOp_t op) const {
   const bool pairs = tensor.is_complex();
   const auto type = wire_type(pairs ? c10::toRealValueType(tensor.scalar_type()) : tensor.scalar_type());
-  if (!type || (pairs && op != ncclSum)) {
+  if (!type || (pairs && op == ncclMax)) {
     fail(Code::kNcclRefused, "[rank {}] NCCL has no {} of {} tensors. Convert the tensor first.", rank_,
-         op == ncclSum ? "sum" : "maximum", c10::toString(tensor.scalar_type()));
+         op == ncclMax ? "maximum" : "sum", c10::toString(tensor.scalar_type()));
   }
   // A sum of truth values is true where any is, which is their largest.
   const bool truth = tensor.scalar_type() == at::kBool;

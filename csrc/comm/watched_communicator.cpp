@@ -59,6 +59,8 @@ class WatchedCommunicator final : public Communicator {
 
   TransferPtr sum(at::Tensor data) override { return watch(inner_->sum(std::move(data))); }
   TransferPtr sum_all(std::span<const at::Tensor> tensors) override { return watch(inner_->sum_all(tensors)); }
+  TransferPtr average_all(std::span<const at::Tensor> tensors) override { return watch(inner_->average_all(tensors)); }
+  [[nodiscard]] bool averages_for_free() const override { return inner_->averages_for_free(); }
   TransferPtr max(at::Tensor data) override { return watch(inner_->max(std::move(data))); }
   TransferPtr average(at::Tensor data) override { return watch(inner_->average(std::move(data))); }
   TransferPtr broadcast(at::Tensor data, int root) override { return watch(inner_->broadcast(std::move(data), root)); }

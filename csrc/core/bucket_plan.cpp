@@ -87,16 +87,18 @@ BucketPlan::BucketPlan(std::span<const ParamSpec> params, std::vector<BucketGrou
       }
       placed[index(id)] = true;
 
-      const int64_t numel = params[index(id)].numel;
+      const ParamSpec& spec = params[index(id)];
+      const int64_t numel = spec.in_place ? 0 : spec.numel;
       if (numel > max_numel - alignment - bucket.numel) {
         throw std::invalid_argument(
             fmt::format("parameter {} makes bucket {} larger than 2^63 - 1 bytes", index(id), number));
       }
       // No gap behind the last slot: a bucket of one gradient is as long as the gradient.
       const int64_t offset = round_up(bucket.numel, alignment);
-      slots_[index(id)] = Slot{.bucket = bucket_id(number), .offset = offset, .numel = numel};
-      bucket.payload_numel += numel;
-      if (!bucket.sparse) bucket.numel = offset + numel;
+      slots_[index(id)] =
+          Slot{.bucket = bucket_id(number), .offset = offset, .numel = numel, .in_place = spec.in_place};
+      bucket.payload_numel += spec.numel;
+      if (!bucket.sparse && !spec.in_place) bucket.numel = offset + numel;
     }
     bucket.params = std::move(group.params);
     buckets_.push_back(std::move(bucket));

@@ -16,13 +16,15 @@ struct ParamSpec {
   int64_t element_size = 0;  ///< In bytes, of one such element.
   int kind = 0;              ///< Parameters share a bucket only when their kinds (dtype and device) are equal.
   bool sparse = false;       ///< Its gradient is sparse: it gets a bucket of its own, without memory.
+  bool in_place = false;  ///< Its gradient is reduced where it lies: it leaves with its bucket, but has no slot in it.
 };
 
 /// Where one gradient lives: elements [offset, offset + numel) of its bucket's 1-D tensor.
 struct Slot {
   BucketId bucket{};
-  int64_t offset = 0;  ///< In elements, not bytes.
-  int64_t numel = 0;   ///< In elements; 0 is allowed.
+  int64_t offset = 0;     ///< In elements, not bytes.
+  int64_t numel = 0;      ///< In elements; 0 is allowed.
+  bool in_place = false;  ///< The gradient is reduced where it lies; `numel` is 0.
 };
 
 /// The parameters that leave together, in the order in which they lie in the bucket.
@@ -35,7 +37,7 @@ struct BucketGroup {
 struct Bucket {
   std::vector<ParamId> params;
   int64_t numel = 0;          ///< In elements, padding included; 0 for a sparse bucket.
-  int64_t payload_numel = 0;  ///< In elements, without padding: the sum over its slots, also when sparse.
+  int64_t payload_numel = 0;  ///< In elements, without padding: those of its parameters, also when sparse or in place.
   int64_t limit_bytes = 0;
   int kind = 0;
   bool sparse = false;

@@ -21,7 +21,10 @@ class AllReduce final : public CommHook {
   /// A sum of three or more may depend on where in the bucket it lies: as torch does, without gaps.
   [[nodiscard]] int64_t slot_alignment() const override { return input_ == Input::kSummand ? kSlotAlignmentBytes : 1; }
 
+  [[nodiscard]] bool averages_in_place() const override { return input_ == Input::kSummand; }
+
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
+    if (bucket.undivided) return average_together(bucket, comm);
     return input_ == Input::kSummand ? sum_in_place(bucket, comm) : average_in_place(bucket, comm);
   }
 

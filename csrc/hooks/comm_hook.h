@@ -65,6 +65,9 @@ class CommHook {
   /// sparse gradients. Must not change between new plans.
   [[nodiscard]] virtual at::ScalarType wire_type(const BucketType& type) const { return type.dtype; }
 
+  /// Reduces `GradBucket::in_place` too, and divides by the number of ranks by itself when the bucket is undivided.
+  [[nodiscard]] virtual bool averages_in_place() const { return false; }
+
   /// Issues further collectives after `start` has returned, at times that differ between ranks.
   [[nodiscard]] virtual bool communicates_later() const { return false; }
 

@@ -35,4 +35,12 @@ std::unique_ptr<PendingMean> average_in_place(const GradBucket& bucket, Communic
   return sum_in_place(bucket, comm);
 }
 
+std::unique_ptr<PendingMean> average_together(const GradBucket& bucket, Communicator& comm) {
+  if (bucket.memory.is_sparse()) return average_in_place(bucket, comm);
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> tensors = bucket.in_place;
+  if (bucket.memory.numel() > 0) tensors.push_back(bucket.memory);
+  return std::make_unique<SummedInPlace>(comm.average_all(tensors), bucket.memory);
+}
+
 }  // namespace lockstep

@@ -13,4 +13,7 @@ std::unique_ptr<PendingMean> sum_in_place(const GradBucket& bucket, Communicator
 /// Divides the bucket's memory by the number of ranks and sums it, in place: torch's `allreduce_hook`, bit for bit.
 std::unique_ptr<PendingMean> average_in_place(const GradBucket& bucket, Communicator& comm);
 
+/// Averages the bucket's memory and its gradients in place, as one transfer.
+std::unique_ptr<PendingMean> average_together(const GradBucket& bucket, Communicator& comm);
+
 }  // namespace lockstep

@@ -88,6 +88,7 @@ Reducer::Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOp
       hooks_(params_.tensors, *this) {
   arrival_.reserve(params_.size());
   describe_plan();
+  if (reduces_in_place()) realign();
 }
 
 Reducer::~Reducer() = default;
@@ -322,7 +323,16 @@ void Reducer::set_published_observer(std::function<void(ParamId)> observer) {
 }
 
 /// The plan as it is, laid out anew for this hook and this set of ranks.
-void Reducer::realign() { adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment())); }
+void Reducer::realign() {
+  choose_in_place(specs_, reduces_in_place());
+  adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
+}
+
+void Reducer::on_new_connections() {
+  const std::lock_guard lock(mutex_);
+  check_between_steps("the communicator cannot be replaced");
+  realign();
+}
 
 void Reducer::adopt_plan(BucketPlan plan) {
   buffers_.adopt(std::move(plan), wire_type(*hook_, comm_->size()));

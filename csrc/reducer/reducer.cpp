@@ -136,24 +136,33 @@ void Reducer::send_bucket(BucketId id) {
   start_guard(false);
   if (is_skipped(id)) return skipped_.push_back(id);
   buffers_.absorb(
-      id, hook_->input() == CommHook::Input::kSummand ? scale() : 1.0,
-      options_.graph == GraphKind::kComplete ? GradBuffers::PresenceOf()
-                                             : [this](ParamId param) { return presence(param); });
+      id, packing_scale(), options_.graph == GraphKind::kComplete ? GradBuffers::PresenceOf() : [this](ParamId param) {
+        return presence(param);
+      });
   if (is_empty(id)) return;
   if (in_flight_.empty()) times_.communication_start = StepTimes::now();
-  naming(id, [&] { in_flight_.push_back({id, hook_->start(buffers_.lend(id), *comm_)}); });
+  GradBucket bucket = buffers_.lend(id);
+  bucket.undivided = reduces_in_place();
+  naming(id, [&] { in_flight_.push_back({id, hook_->start(bucket, *comm_)}); });
 }
 
 /// Takes part in the reduction of a bucket without touching its memory, which may hold gradients of ours.
 Reducer::InFlight Reducer::send_stand_in(BucketId id, double value) {
   GradBucket bucket = buffers_.lend(id);
   bucket.memory = buffers_.stand_in(id, value);
+  bucket.in_place = buffers_.in_place_stand_ins(id, value);
+  bucket.undivided = reduces_in_place();
   return {id, hook_->start(bucket, *comm_)};
+}
+
+double Reducer::packing_scale() const {
+  if (reduces_in_place()) return static_cast<double>(comm_->size()) / divisor_;  // the rest of the division
+  return hook_->input() == CommHook::Input::kSummand ? scale() : 1.0;
 }
 
 bool Reducer::is_empty(BucketId id) const {
   const Bucket& bucket = buffers_.plan().bucket(id);
-  return bucket.numel == 0 && !bucket.sparse;
+  return bucket.payload_numel == 0 && !bucket.sparse;
 }
 
 /// Nobody used it, as far as all ranks know alike: in the last step before the exchange, in this one after it.

@@ -104,6 +104,10 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   /// From now on the hook consumes the means (its optimizer has applied them): nothing is written to the gradients.
   void leave_gradients_to_hook();
 
+  /// The communicator has moved to other connections of the same ranks: lays the buckets out for what it can do.
+  /// @throws lockstep::Error  a backward is running.
+  void on_new_connections();
+
   /// Moves to another set of ranks: forgets whatever was under way, and makes a new plan after the next backward.
   void reset(std::shared_ptr<Communicator> comm);
 
@@ -234,10 +238,15 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   [[nodiscard]] bool records_firings() const { return options_.graph == GraphKind::kStatic && !firings_; }
   [[nodiscard]] GradBuffers::Presence presence(ParamId id) const;
   [[nodiscard]] double scale() const { return 1.0 / divisor_; }
+  /// Large gradients are reduced where they lie, and the communicator divides by the number of ranks.
+  [[nodiscard]] bool reduces_in_place() const {
+    return options_.placement == GradPlacement::kOwnMemory && hook_->averages_in_place() && comm_->averages_for_free();
+  }
+  [[nodiscard]] double packing_scale() const;
 
   std::mutex mutex_;
   const ParamList params_;
-  const std::vector<ParamSpec> specs_;
+  std::vector<ParamSpec> specs_;
   std::shared_ptr<Communicator> comm_;
   ReducerOptions options_;
   std::unique_ptr<CommHook> hook_;

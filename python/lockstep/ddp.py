@@ -23,7 +23,6 @@ from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
 
 
-
 class DistributedDataParallel(Extras, CommHooks, Buffers, MixedPrecision, TorchDDP):
     """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
 

@@ -79,7 +79,7 @@ class ThreadTransfer final : public Transfer {
 };
 
 /// One rank's end. Counts its collectives, which tests compare.
-class ThreadCommunicator final : public Communicator {
+class ThreadCommunicator : public Communicator {
  public:
   ThreadCommunicator(std::shared_ptr<ThreadWorld> world, int rank) : world_(std::move(world)), rank_(rank) {}
 
