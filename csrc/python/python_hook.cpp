@@ -33,6 +33,12 @@ class Gate {
   bool is_open_ = false;
 };
 
+/// Whether an error that reaches us through Python as a mere text was raised by a process group's backend.
+bool comes_from_the_wire(const std::string& text) {
+  return text.find("gloo/") != std::string::npos || text.find("NCCL") != std::string::npos ||
+         text.find("[c10d]") != std::string::npos;
+}
+
 class PendingFuture final : public PendingMean {
  public:
   PendingFuture(FuturePtr future, at::Tensor memory, std::string where, Communicator& comm)
@@ -57,7 +63,12 @@ class PendingFuture final : public PendingMean {
  private:
   void await() {
     try {
-      comm_->outwait([this](std::chrono::milliseconds patience) { return gate_->wait_for(patience); });
+      comm_->outwait([this](std::chrono::milliseconds patience) {
+        if (!gate_->wait_for(patience)) return false;
+        // Inside, so that the monitor is asked for the cause; what the hook itself did wrong has none elsewhere.
+        if (future_->hasError() && comes_from_the_wire(future_->tryRetrieveErrorMessage())) future_->waitAndThrow();
+        return true;
+      });
       future_->waitAndThrow();
     } catch (const PeerError&) {
       throw;
@@ -116,7 +127,9 @@ class PythonHook final : public CommHook {
     try {
       result = hook_(state_, as_torch_bucket(bucket));
     } catch (py::error_already_set& error) {
-      if (py::hasattr(error.value(), "add_note")) error.value().attr("add_note")("in " + where + " of lockstep");
+      if (py::hasattr(error.value(), "add_note")) {
+        error.value().attr("add_note")("in " + where + " of lockstep" + cause_elsewhere(py::str(error.value()), comm));
+      }
       throw;
     }
     // torch.futures.Future, or the class that it extends.
@@ -129,6 +142,14 @@ class PythonHook final : public CommHook {
   }
 
  private:
+  /// Why a collective that the hook waited for has failed, as far as the monitor knows; may take seconds.
+  static std::string cause_elsewhere(const std::string& text, const Communicator& comm) {
+    const auto monitor = comm.monitor();
+    if (!monitor || !comes_from_the_wire(text)) return "";
+    const py::gil_scoped_release no_gil;
+    return ". " + monitor->explain_failure(text);
+  }
+
   py::object state_;
   py::object hook_;
   std::string name_;
