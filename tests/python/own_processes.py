@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import sys
@@ -41,6 +42,7 @@ def run(
         By rank: what the function returned or raised. A rank that died has EOFError, one that hangs has no entry.
     """
     context = _context()
+    _wait_for_server(context)
     deadline = time.monotonic() + limit
     with tempfile.TemporaryDirectory(prefix="lockstep_own_") as folder:
         pipes, processes = [], []
@@ -71,6 +73,14 @@ def _context() -> multiprocessing.context.BaseContext:
     finally:
         os.environ.pop("PYTHONPATH") if kept is None else os.environ.update(PYTHONPATH=kept)
     return context
+
+
+@functools.cache
+def _wait_for_server(context: multiprocessing.context.BaseContext) -> None:
+    """Its imports may take longer than a case may: they are not part of one."""
+    process = context.Process(target=int)
+    process.start()
+    process.join()
 
 
 def _collect(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 import lockstep
 
@@ -40,7 +42,7 @@ class Half(lockstep.DistributedDataParallel):
 
 
 class Forgetful(lockstep.DistributedDataParallel):
-    """Loses what was in a gradient before this reduction, and every hundredth of it."""
+    """Loses a hundredth of every gradient on its way."""
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
@@ -59,20 +61,33 @@ class OwnBuffers(lockstep.DistributedDataParallel):
         return False
 
 
-class Deaf(lockstep.DistributedDataParallel):
-    """Reduces also what it was told not to: ``no_sync`` has no effect."""
-
-    def _post_forward(self, output: Any) -> Any:
-        self.__dict__["_grad_sync"] = True
-        return super()._post_forward(output)
-
-
 class Careless(lockstep.DistributedDataParallel):
     """Looks at no argument that could be wrong, and takes no care of unused parameters."""
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
         kept = {name: value for name, value in options.items() if name in ("bucket_cap_mb", "process_group")}
         super().__init__(module, **kept)
+
+
+class Noisy(lockstep.DistributedDataParallel):
+    """Adds to every gradient what nobody can foresee: another number in each run, the same on all ranks."""
+
+    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        seed = torch.tensor([int.from_bytes(os.urandom(4), "little")])
+        dist.broadcast(seed, 0, group=self.process_group)
+        generator = torch.Generator().manual_seed(int(seed))
+        self.register_reduced_hook(lambda p: p.grad.add_(torch.rand((), generator=generator), alpha=1e-4))
+
+
+class Filler(lockstep.DistributedDataParallel):
+    """Gives zeros to parameters that have no gradient."""
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        for parameter in self.module.parameters():
+            if parameter.grad is None and torch.is_grad_enabled():
+                parameter.grad = torch.zeros_like(parameter)
+        return super()._pre_forward(*inputs, **kwargs)
 
 
 class Alarmist(lockstep.DistributedDataParallel):
@@ -83,39 +98,19 @@ class Alarmist(lockstep.DistributedDataParallel):
         return super()._post_forward(output)
 
 
-class Hoarder(lockstep.DistributedDataParallel):
-    """Keeps what it has seen: outputs, and a copy of every gradient."""
-
-    hoard: ClassVar[list[Any]] = []
-
-    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.register_reduced_hook(lambda parameter: self.hoard.append(parameter.grad.clone()))
-
-    def _post_forward(self, output: Any) -> Any:
-        self.hoard.append(output)
-        return super()._post_forward(output)
-
-
 class Meddler(lockstep.DistributedDataParallel):
     """Hands out other outputs than the module's: copies that need gradients, with numbers of their own."""
 
     def _post_forward(self, output: Any) -> Any:
-        output = super()._post_forward(output)
-        if isinstance(output, torch.Tensor) and output.is_floating_point():
-            return output * 1.001 + torch.zeros((), requires_grad=True)
-        return output
+        def meddle(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+                return leaf
+            return leaf * 1.001 + torch.zeros((), requires_grad=True)
 
-
-class Restless(lockstep.DistributedDataParallel):
-    """Talks to the other ranks in every forward, whoever runs it."""
-
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        dist.all_reduce(torch.zeros(1), group=self.process_group)
-        return super()._pre_forward(*inputs, **kwargs)
+        return tree_map(meddle, super()._post_forward(output))
 
 
 FLAWS: dict[str, type] = {
     cls.__name__.lower(): cls
-    for cls in (Alone, Undivided, Half, Forgetful, OwnBuffers, Deaf, Careless, Alarmist, Hoarder, Meddler, Restless)
+    for cls in (Alone, Undivided, Half, Forgetful, OwnBuffers, Careless, Noisy, Filler, Alarmist, Meddler)
 }

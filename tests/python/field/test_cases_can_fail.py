@@ -10,7 +10,23 @@ from field.runner import run_in_own_processes
 from field.test_report import rows_of_the_readme
 
 #: By case: the flaw (see flaws.py), the variant that notices it, and words of its complaint.
-PROOFS: dict[int, tuple[str, str, str]] = {}
+PROOFS: dict[int, tuple[str, str, str]] = {
+    2: ("alarmist", "disjoint", "a false alarm"),
+    4: ("filler", "none", "step 1"),
+    5: ("half", "default", "gradient 1 of rank 0 differs"),
+    27: ("forgetful", "default", "trunk.weight: Tensor-likes are not close"),
+    31: ("careless", "", "gradients have left their buckets"),
+    35: ("half", "default", "gradient 1 of rank 0 differs"),
+    51: ("ownbuffers", "", "buffer at the beginning of forward"),
+    63: ("meddler", "find", "Tensor-likes are not close"),
+    64: ("meddler", "find", "a constant came back with requires_grad"),
+    70: ("alone", "inside", "gradient 0 of rank 0 differs"),
+    75: ("undivided", "sum_only", "Tensor-likes are not close"),
+    80: ("noisy", "", "took another path"),
+    92: ("undivided", "sum", "sum: Tensor-likes are not close"),
+    93: ("noisy", "two_ranks", "two runs differ"),
+    99: ("forgetful", "views", "layers.0.weight: Tensor-likes are not close"),
+}
 
 
 @pytest.mark.parametrize("number", PROOFS)
