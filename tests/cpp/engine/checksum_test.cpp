@@ -2,6 +2,7 @@
 #include "comm/checksum.h"
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -27,10 +28,14 @@ constexpr at::ScalarType kTypes[] = {at::kByte,         at::kChar,         at::k
                                      at::kDouble,       at::kBFloat16,     at::kFloat8_e4m3fn, at::kFloat8_e5m2,
                                      at::kComplexFloat, at::kComplexDouble};
 
+/// The bytes of `numel` elements of a type: 0, 1, 2, ...
+at::Tensor raw_bytes(int64_t numel, at::ScalarType type) {
+  return at::arange(numel * static_cast<int64_t>(c10::elementSize(type)), at::dtype(at::kLong)).to(at::kByte);
+}
+
 at::Tensor bits(int64_t numel, at::ScalarType type) {
-  const auto raw = at::arange(numel * static_cast<int64_t>(c10::elementSize(type)), at::dtype(at::kLong));
-  if (type == at::kBool) return raw.remainder(2).to(at::kBool);
-  return raw.to(at::kByte).view(type);
+  const at::Tensor raw = raw_bytes(numel, type);
+  return type == at::kBool ? raw.remainder(2).to(type) : raw.view(type);
 }
 
 TEST(Checksum, IsEqualForEqualBitsOfEveryType) {
@@ -57,14 +62,24 @@ TEST(Checksum, SeesEverySingleBitOfEveryType) {
 
 TEST(Checksum, SeesTheOrderOfElements) {
   for (const at::ScalarType type : kTypes) {
-    const at::Tensor tensor = bits(4, type);
     if (type == at::kBool) continue;
-    EXPECT_NE(checksum(tensor), checksum(tensor.flip(0).contiguous())) << c10::toString(type);
+    const at::Tensor reversed = raw_bytes(4, type).view({4, -1}).flip(0).view(-1).view(type);
+    EXPECT_NE(checksum(bits(4, type)), checksum(reversed)) << c10::toString(type);
   }
   const at::Tensor tensor = at::tensor({1.0, 2.0, 3.0, 4.0});
   const at::Tensor swapped = at::tensor({1.0, 3.0, 2.0, 4.0});
   EXPECT_NE(checksum(tensor), checksum(swapped));
-  EXPECT_NE(checksum(at::tensor({true, false})), checksum(at::tensor({false, true})));
+  EXPECT_NE(checksum(at::tensor({1, 0}).to(at::kBool)), checksum(at::tensor({0, 1}).to(at::kBool)));
+}
+
+TEST(Checksum, SeesSignsThatChangeInPairs) {
+  for (const at::ScalarType type : {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexDouble}) {
+    const at::Tensor tensor = at::arange(1, 9, at::kDouble).to(type);
+    at::Tensor changed = tensor.clone();
+    changed.narrow(0, 2, 2).neg_();
+    EXPECT_NE(checksum(tensor), checksum(changed)) << c10::toString(type);
+    EXPECT_NE(checksum(tensor), checksum(-tensor)) << c10::toString(type);
+  }
 }
 
 TEST(Checksum, SeesShapeAndType) {
@@ -150,7 +165,7 @@ TEST(SameValues, NamesTensorsAndRanksOnEveryRank) {
     if (rank == 3) mine.tensors[2].fill_(1);
   });
   for (size_t rank = 0; rank < errors.size(); ++rank) {
-    EXPECT_THAT(errors[rank], AllOf(HasSubstr("[rank " + std::to_string(rank) + "]"), HasSubstr("'bias' on rank 1, 3"),
+    EXPECT_THAT(errors[rank], AllOf(HasSubstr(fmt::format("[rank {}]", rank)), HasSubstr("'bias' on rank 1, 3"),
                                     HasSubstr("'steps' on rank 3"), Not(HasSubstr("weight")), HasSubstr("[LS-026]")));
   }
 }
@@ -184,7 +199,7 @@ TEST(SameValues, CountsWhatItDoesNotName) {
     mine = {};
     for (int i = 0; i < 13; ++i) {
       mine.tensors.push_back(at::full({1}, rank));
-      mine.names.push_back("p" + std::to_string(i));
+      mine.names.push_back(fmt::format("p{}", i));
     }
   });
   EXPECT_THAT(errors[0], AllOf(HasSubstr("'p9' on rank 1"), Not(HasSubstr("'p10'")), HasSubstr("and 3 more")));

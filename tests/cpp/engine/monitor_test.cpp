@@ -1,6 +1,7 @@
 // Ranks that watch each other through a store, each with a monitor of its own in one process.
 #include "comm/monitor.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -180,7 +181,7 @@ TEST(Monitor, BothRanksWhoseCollectiveFailedBlameTheDeadOneAndNotEachOther) {
   }
   for (std::thread& thread : threads) thread.join();
   for (const size_t rank : {size_t{0}, size_t{2}}) {
-    EXPECT_THAT(causes[rank], AllOf(HasSubstr("[rank " + std::to_string(rank) + "] waits for"), HasSubstr("rank 1"),
+    EXPECT_THAT(causes[rank], AllOf(HasSubstr(fmt::format("[rank {}] waits for", rank)), HasSubstr("rank 1"),
                                     HasSubstr("has probably died"), HasSubstr("[LS-021]")));
     EXPECT_THAT(ranks.monitors[rank]->lines()[rank]->detail, HasSubstr("rank 1"));
   }
