@@ -3,7 +3,8 @@
 
 scripts/field_report.py                              # all, some minutes
 scripts/field_report.py --cases 1,24,41 --verbose    # three of them, with each variant
-scripts/field_report.py --markdown README.md         # the table, between the markers of that file if it has them
+scripts/field_report.py --markdown README.md         # the table, between the markers of that file if it has them;
+                                                     # with --cases only their rows are replaced
 scripts/field_report.py --broken --cases 5,31        # which deliberate flaws of our engine each case notices
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -82,9 +84,14 @@ def _parse() -> argparse.Namespace:
 
 
 def _write(path: Path, table: str) -> None:
-    """Put the table between the markers of ``path`` where it has them; else it becomes the whole file."""
+    """Put the rows between the markers of ``path`` where it has them; else the table becomes the whole file."""
     text = path.read_text() if path.exists() else ""
     if BEGIN in text and END in text:
+        rows = {}
+        for line in [*text[text.index(BEGIN) : text.index(END)].splitlines(), *table.splitlines()]:
+            if (number := line.strip("| ").split(" ")[0]).isdigit():
+                rows[int(number)] = line
+        table = "\n".join([*table.splitlines()[:2], *(rows[number] for number in sorted(rows))]) + "\n"
         table = f"{text[: text.index(BEGIN)]}{BEGIN}\n\n{table}\n{text[text.index(END) :]}"
     path.write_text(table)
 
@@ -131,6 +138,7 @@ def _words(outcomes: dict[str, Outcome], length: int = 90) -> str:
         return "right"
     share = f" ({right} of {len(outcomes)} right)" if len(outcomes) > 1 else ""
     text = " ".join(worst.text.split("\n")[0].split())
+    text = re.sub(r"\[[WE]\d{4} [\d:.]+ (\S+)\]", r"[\1]", text)  # when it was printed
     text = text if len(text) <= length else text[: length - 1].rstrip() + "…"
     variant = f"{name}: " if len(outcomes) > 1 else ""
     return f"{worst.kind}{share}: {variant}{text}" if text else f"{worst.kind}{share}"
