@@ -57,6 +57,7 @@ enum class Code : int {
   kDeviceFailed = 35,
   kNcclNotJoined = 36,
   kNcclRefused = 37,
+  kHigherOrder = 40,
 };
 
 /// " [LS-007]".
