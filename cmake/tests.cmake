@@ -17,7 +17,8 @@ endfunction()
 add_executable(lockstep_core_tests
   tests/cpp/core/backward_tracker_test.cpp
   tests/cpp/core/bucket_plan_test.cpp
-  tests/cpp/core/bucket_planner_test.cpp)
+  tests/cpp/core/bucket_planner_test.cpp
+  tests/cpp/core/peer_watch_test.cpp)
 target_link_libraries(lockstep_core_tests PRIVATE lockstep_core)
 lockstep_add_test(lockstep_core_tests 60)
 
@@ -28,9 +29,13 @@ endif()
 # lockstep_tests: the engine, with ranks as threads of one process.
 add_executable(lockstep_tests
   tests/cpp/engine/cast_test.cpp
+  tests/cpp/engine/checksum_test.cpp
   tests/cpp/engine/communicator_test.cpp
-  tests/cpp/engine/grad_buffers_test.cpp tests/cpp/engine/in_place_test.cpp
+  tests/cpp/engine/grad_buffers_test.cpp
+  tests/cpp/engine/guard_test.cpp
   tests/cpp/engine/hook_contract_test.cpp
+  tests/cpp/engine/in_place_test.cpp
+  tests/cpp/engine/monitor_test.cpp
   tests/cpp/engine/pack_test.cpp
   tests/cpp/engine/reducer_test.cpp
   tests/cpp/engine/top_k_hook_test.cpp)

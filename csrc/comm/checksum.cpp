@@ -2,13 +2,16 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 namespace lockstep {
 namespace {
 
-constexpr int64_t kPiece = int64_t{1} << 20;  // elements looked at together
+constexpr int64_t kPiece = int64_t{1} << 20;  // numbers looked at together
 constexpr int64_t kSpread = 0x1B873593CC9E2D51;
 
-/// The bits of `flat` (1-D, contiguous) as int64 numbers, one per element, complex ones in two.
+/// The bits of `flat` (1-D, contiguous) as int64 numbers, of at most 32 bits each: in a product modulo 2^64 the highest
+/// bits of wider ones would count alike at every place, so that two changes of sign would cancel.
 at::Tensor bits_of(const at::Tensor& flat) {
   at::Tensor reals = flat.is_complex() ? at::view_as_real(flat).reshape({-1}) : flat;
   switch (reals.element_size()) {
@@ -16,10 +19,8 @@ at::Tensor bits_of(const at::Tensor& flat) {
       return reals.view(at::kByte).to(at::kLong);
     case 2:
       return reals.view(at::kShort).to(at::kLong);
-    case 4:
-      return reals.view(at::kInt).to(at::kLong);
     default:
-      return reals.view(at::kLong);
+      return reals.view(at::kInt).to(at::kLong);
   }
 }
 
@@ -32,8 +33,9 @@ int64_t checksum(const at::Tensor& tensor) {
   at::Tensor dense = tensor.detach();
   if (dense.layout() != at::kStrided) dense = dense.to_dense();
   const at::Tensor flat = dense.resolve_conj().resolve_neg().contiguous().view({-1});
-  for (int64_t start = 0; start < flat.numel(); start += kPiece) {
-    at::Tensor bits = bits_of(flat.narrow(0, start, std::min(kPiece, flat.numel() - start)));
+  const int64_t piece = kPiece / std::max<int64_t>(1, flat.element_size() / 4);
+  for (int64_t start = 0; start < flat.numel(); start += piece) {
+    at::Tensor bits = bits_of(flat.narrow(0, start, std::min(piece, flat.numel() - start)));
     // Odd weights that differ from place to place: a swap or a single bit changes the sum.
     const at::Tensor weights = at::arange(1, 2 * bits.numel() + 1, 2, bits.options()).mul_(kSpread).bitwise_or_(1);
     sum = combined(sum, bits.mul(weights).sum().item<int64_t>());

@@ -95,10 +95,10 @@ struct Monitor::State {
     return lines;
   }
 
-  PeerWatch::Judgement judge(const Standing& mine) {
+  PeerWatch::Judgement judge(const Standing& mine, PeerWatch::Because because = PeerWatch::Because::kWaiting) {
     const PeerWatch::Lines lines = read();
     const std::lock_guard lock(reading);
-    return watch.judge(lines, mine, Clock::now());
+    return watch.judge(lines, mine, Clock::now(), because);
   }
 
   void tick() {
@@ -140,18 +140,20 @@ struct Monitor::State {
     verdict = judgement.error;
   }
 
+  [[nodiscard]] std::string about_lost_store(const Standing& mine) const {
+    return coded(Code::kPeerLost,
+                 fmt::format("[rank {}] waits since {:.1f} s, and the process group's store does not answer any more: "
+                             "the process that hosts it (rank 0, or the launcher) has probably died. Restart the job "
+                             "from its last checkpoint.",
+                             rank, static_cast<double>(mine.since_ms) / 1000));
+  }
+
   /// The process that hosts the store is gone, and with it most likely the job.
   void miss_store() {
     const Standing mine = look();
     const bool overdue = is_waiting(mine.stage) && mine.since_ms >= threshold.count();
     const std::lock_guard lock(mutex);
-    verdict = overdue
-                  ? coded(Code::kPeerLost,
-                          fmt::format("[rank {}] waits since {:.1f} s, and the process group's store does not answer "
-                                      "any more: the process that hosts it (rank 0, or the launcher) has probably "
-                                      "died. Restart the job from its last checkpoint.",
-                                      rank, static_cast<double>(mine.since_ms) / 1000))
-                  : "";
+    verdict = overdue ? about_lost_store(mine) : "";
   }
 
   void dump() {
@@ -179,9 +181,9 @@ struct Monitor::State {
       changed.wait_for(lock, std::min(kTick, threshold / 4), [this] { return stop; });
     }
     lock.unlock();
-    if (!store_lost && progress->stage() != Stage::kFailed) {
+    if (!store_lost) {
       try {
-        progress->enter(Stage::kLeft);
+        if (!has_ended(progress->stage())) progress->enter(Stage::kLeft);
         publish(progress->look());
       } catch (const std::exception&) {  // the store may have gone first
       }
@@ -221,21 +223,27 @@ void Monitor::raise_if_hopeless() {
 
 std::string Monitor::explain_failure(const std::string& text) {
   const Standing mine = state_->look();
-  publish_failure(text);
+  state_->progress->give_up("");
   const auto deadline = Clock::now() + PeerWatch::kSilence + kHeartbeat;
   std::string report;
   try {
+    state_->publish(state_->progress->look());
     while (Clock::now() < deadline) {
-      const PeerWatch::Judgement judgement = state_->judge(mine);
-      if (!judgement.error.empty()) return judgement.error;
+      const PeerWatch::Judgement judgement = state_->judge(mine, PeerWatch::Because::kCollectiveFailed);
+      if (!judgement.error.empty()) {
+        state_->progress->give_up(judgement.error);
+        state_->publish(state_->progress->look());
+        return judgement.error;
+      }
       report = judgement.report;
-      if (judgement.silent) break;
       std::unique_lock lock(state_->mutex);
       state_->changed.wait_for(lock, kTick, [this] { return state_->stop; });
     }
-  } catch (const std::exception& error) {
-    return fmt::format("The process group's store does not answer either: {}", error.what());
+  } catch (const std::exception&) {
+    state_->progress->give_up(text);
+    return state_->about_lost_store(mine);
   }
+  publish_failure(text);  // the cause may be here
   return report;
 }
 

@@ -44,8 +44,9 @@ class Monitor {
   /// @throws PeerError  waiting makes no sense any more.
   void raise_if_hopeless();
 
-  /// Publishes our own failure at once and gives the others a moment to be seen dead or failed: a collective has
-  /// failed here, and the cause is probably there. Returns what was found out, or an empty text.
+  /// A collective has failed here, and the cause is probably another rank: says so to the others, and gives that one
+  /// a moment to be seen dead or failed. Where none is, the failure is published as our own. Returns what was found
+  /// out.
   [[nodiscard]] std::string explain_failure(const std::string& text);
 
   /// Publishes at once that this rank has failed, if the store answers.

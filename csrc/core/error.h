@@ -59,6 +59,7 @@ enum class Code : int {
   kNcclRefused = 37,
   kHookArgument = 38,
   kHookState = 39,
+  kHigherOrder = 40,
 };
 
 /// " [LS-007]".

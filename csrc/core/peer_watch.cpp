@@ -34,6 +34,8 @@ std::string doing(const Standing& standing) {
     case Stage::kBufferWait:
       return standing.step == 0 ? std::string("waits for the other ranks to wrap their model")
                                 : fmt::format("waits for buffers or a bucket plan in forward {}", of_step);
+    case Stage::kGaveUp:
+      return fmt::format("has given up in step {}", standing.step);
     case Stage::kFailed:
       return fmt::format("has failed in step {}", standing.step);
     case Stage::kLeft:
@@ -61,7 +63,7 @@ Standing Progress::look() const {
   standing.step = static_cast<uint32_t>(place);
   standing.since_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - since).count();
   const std::lock_guard lock(texts_);
-  if (standing.stage == Stage::kFailed) standing.detail = failure_;
+  if (has_ended(standing.stage)) standing.detail = failure_;
   if (standing.stage == Stage::kBucketWait) {
     const size_t bucket = (place >> 32) & kNoBucket;
     const bool known = labels_ && !labels_->empty();
@@ -102,11 +104,13 @@ std::chrono::milliseconds PeerWatch::silence(size_t rank, const Standing& line, 
   return std::chrono::duration_cast<std::chrono::milliseconds>(now - seen->changed);
 }
 
-PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, TimePoint now) {
+PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, TimePoint now, Because because) {
+  const auto dead_after = because == Because::kCollectiveFailed ? kSilence : threshold_;
   seen_.resize(lines.size());
   std::vector<std::string> missing;
   std::vector<std::string> elsewhere;  // wait as we do, but for something else
   std::string hopeless;
+  std::string passed_on;  // the verdict of another rank
   Code code = Code::kPeerLost;
   Judgement judgement;
   bool all_wait = true;
@@ -126,6 +130,11 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
       code = Code::kPeerFailed;
       continue;
     }
+    if (line.stage == Stage::kGaveUp && !line.detail.empty()) {
+      all_wait = false;
+      if (passed_on.empty()) passed_on = fmt::format("rank {} has given up: {}", rank, line.detail);
+      continue;
+    }
     if (line.stage == Stage::kLeft) {
       if (hopeless.empty()) hopeless = told;
       continue;
@@ -135,7 +144,7 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
       judgement.silent = true;
       missing.push_back(fmt::format("rank {} has not been heard of for {} and has probably died; at last it {}", rank,
                                     seconds(quiet.count()), doing(line)));
-      if (quiet >= threshold_ && hopeless.empty()) hopeless = missing.back();
+      if (quiet >= dead_after && hopeless.empty()) hopeless = missing.back();
       continue;
     }
     all_wait = all_wait && is_waiting(line.stage) && line.since_ms >= threshold_.count();
@@ -148,6 +157,8 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
         fmt::format("all ranks wait, but not for the same: {}. Their collectives do not match", listed(elsewhere));
     code = Code::kMismatchedWaits;
   }
+  // One that is silent, but not yet for long enough, is about to be the better reason.
+  if (hopeless.empty() && !judgement.silent) hopeless = passed_on;
   const char* alone =
       mine.stage == Stage::kBufferWait && mine.step > 0
           ? " A forward that not every rank runs, such as an evaluation, must go through `model.module`."

@@ -28,6 +28,9 @@ class PeerWatch {
   /// Lines change every second; a rank that is silent for this long is presumed dead.
   static constexpr std::chrono::milliseconds kSilence{3500};
 
+  /// Why we ask. When a collective has failed already, silence needs no threshold to be the reason.
+  enum class Because { kWaiting, kCollectiveFailed };
+
   struct Judgement {
     std::string error;    ///< Waiting is hopeless, and why; empty: it is not. With its code.
     std::string report;   ///< Who is missing, as far as we know.
@@ -38,7 +41,7 @@ class PeerWatch {
   PeerWatch(int rank, std::chrono::milliseconds threshold) : rank_(rank), threshold_(threshold) {}
 
   /// Takes note of what all ranks say at `now`; `mine` is our own standing.
-  Judgement judge(const Lines& lines, const Standing& mine, TimePoint now);
+  Judgement judge(const Lines& lines, const Standing& mine, TimePoint now, Because because = Because::kWaiting);
 
  private:
   struct Sighting {

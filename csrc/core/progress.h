@@ -20,6 +20,7 @@ enum class Stage : uint8_t {
   kBackward,
   kBucketWait,  ///< Waits for the other ranks: for the mean of a bucket, or to agree on the pass.
   kBufferWait,  ///< Waits for the other ranks: for buffers, a plan, or the initial state.
+  kGaveUp,      ///< A collective has failed, probably because of another rank: looks for that one, or has found it.
   kFailed,      ///< Has raised an error; nothing has happened since.
   kLeft,        ///< The model is gone.
 };
@@ -28,13 +29,16 @@ enum class Stage : uint8_t {
   return stage == Stage::kBucketWait || stage == Stage::kBufferWait;
 }
 
+/// Nothing follows. That the model is gone as well says less.
+[[nodiscard]] constexpr bool has_ended(Stage stage) { return stage == Stage::kGaveUp || stage == Stage::kFailed; }
+
 /// One glance at a replica.
 struct Standing {
   uint64_t beat = 0;  ///< Grows with every sign of life.
   Stage stage = Stage::kConstruction;
   uint32_t step = 0;     ///< Forwards begun so far that build a graph.
   int64_t since_ms = 0;  ///< How long in this stage.
-  std::string detail;    ///< The bucket waited for, or the text of the error.
+  std::string detail;    ///< The bucket waited for, or the text of the error; empty while its cause is looked for.
 };
 
 /// Costs one clock reading and two stores per turn; no lock, except for the texts of an error and of a new plan.
@@ -52,13 +56,9 @@ class Progress {
     const uint64_t old = place_.load(std::memory_order_relaxed);
     store(Stage::kForward, kNoBucket, static_cast<uint32_t>(old) + 1);
   }
-  void fail(std::string text) {
-    {
-      const std::lock_guard lock(texts_);
-      failure_ = std::move(text);
-    }
-    enter(Stage::kFailed);
-  }
+  void fail(std::string text) { end(Stage::kFailed, std::move(text)); }
+  /// As `fail`, where the cause is another rank: whoever judges the two looks there first.
+  void give_up(std::string text) { end(Stage::kGaveUp, std::move(text)); }
   /// One per bucket, for messages.
   void set_labels(Labels labels) {
     const std::lock_guard lock(texts_);
@@ -72,6 +72,13 @@ class Progress {
  private:
   static constexpr uint32_t kNoBucket = 0xFFFFFF;  // 24 bits
 
+  void end(Stage stage, std::string text) {
+    {
+      const std::lock_guard lock(texts_);
+      failure_ = std::move(text);
+    }
+    enter(stage);
+  }
   void store(Stage stage, uint32_t bucket, uint32_t step) {
     since_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     place_.store(uint64_t{static_cast<uint8_t>(stage)} << 56 | uint64_t{bucket & kNoBucket} << 32 | step,

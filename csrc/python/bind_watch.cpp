@@ -13,9 +13,9 @@ namespace {
 
 py::object as_dict(int rank, const std::optional<Standing>& standing) {
   if (!standing) return py::none();
-  static constexpr const char* kStages[] = {"construction",       "between steps", "forward",
-                                            "before backward",    "backward",      "waiting for bucket",
-                                            "waiting in forward", "failed",        "left"};
+  static constexpr const char* kStages[] = {
+      "construction",       "between steps",      "forward", "before backward", "backward",
+      "waiting for bucket", "waiting in forward", "gave up", "failed",          "left"};
   py::dict dict;
   dict["stage"] = kStages[static_cast<size_t>(standing->stage)];
   dict["step"] = standing->step;

@@ -2,8 +2,6 @@
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
-#include <algorithm>
-#include <array>
 #include <condition_variable>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -35,10 +33,10 @@ class Gate {
   bool is_open_ = false;
 };
 
-/// A hook has failed: is it likely that another rank is the cause, which takes a while to find out?
-bool speaks_of_peers(const std::string& text) {
-  constexpr std::array kWords{"gloo", "NCCL", "imed out", "onnection"};
-  return std::any_of(kWords.begin(), kWords.end(), [&](const char* word) { return text.find(word) != text.npos; });
+/// Whether an error that reaches us through Python as a mere text was raised by a process group's backend.
+bool comes_from_the_wire(const std::string& text) {
+  return text.find("gloo/") != std::string::npos || text.find("NCCL") != std::string::npos ||
+         text.find("[c10d]") != std::string::npos;
 }
 
 class PendingFuture final : public PendingMean {
@@ -72,24 +70,21 @@ class PendingFuture final : public PendingMean {
  private:
   void await() {
     try {
-      comm_->outwait([this](std::chrono::milliseconds patience) { return gate_->wait_for(patience); });
+      comm_->outwait([this](std::chrono::milliseconds patience) {
+        if (!gate_->wait_for(patience)) return false;
+        // Inside, so that the monitor is asked for the cause; what the hook itself did wrong has none elsewhere.
+        if (future_->hasError() && comes_from_the_wire(future_->tryRetrieveErrorMessage())) future_->waitAndThrow();
+        return true;
+      });
       order_->on_done();
       future_->waitAndThrow();
     } catch (const PeerError&) {
       throw;
     } catch (const c10::Error& error) {
-      give_up(error.what_without_backtrace());
+      fail(Code::kReductionFailed, "{} failed: {}", where_, error.what_without_backtrace());
     } catch (const std::runtime_error& error) {
-      give_up(error.what());
+      fail(Code::kReductionFailed, "{} failed: {}", where_, error.what());
     }
-  }
-
-  [[noreturn]] void give_up(const std::string& text) const {
-    std::string cause;
-    if (const auto monitor = comm_->monitor(); monitor && speaks_of_peers(text)) {
-      cause = " " + monitor->explain_failure(text);
-    }
-    fail(Code::kReductionFailed, "{} failed: {}{}", where_, text, cause);
   }
 
   at::Tensor tensor_of(const c10::IValue& value) const {
@@ -147,7 +142,9 @@ class PythonHook final : public CommHook {
     try {
       result = hook_(state_, as_torch_bucket(bucket));
     } catch (py::error_already_set& error) {
-      if (py::hasattr(error.value(), "add_note")) error.value().attr("add_note")("in " + where + " of lockstep");
+      if (py::hasattr(error.value(), "add_note")) {
+        error.value().attr("add_note")("in " + where + " of lockstep" + cause_elsewhere(py::str(error.value()), comm));
+      }
       throw;
     }
     // torch.futures.Future, or the class that it extends.
@@ -172,6 +169,14 @@ class PythonHook final : public CommHook {
     comm.outwait([this](std::chrono::milliseconds patience) { return last_->wait_for(patience); });
     order_->on_done();
     last_.reset();
+  }
+
+  /// Why a collective that the hook waited for has failed, as far as the monitor knows; may take seconds.
+  static std::string cause_elsewhere(const std::string& text, const Communicator& comm) {
+    const auto monitor = comm.monitor();
+    if (!monitor || !comes_from_the_wire(text)) return "";
+    const py::gil_scoped_release no_gil;
+    return ". " + monitor->explain_failure(text);
   }
 
   py::object state_;

@@ -158,6 +158,7 @@ void Reducer::sync_gradients() {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (params_.tensors[i].grad().defined()) usage_.mark_used(param_id(i));
   }
+  num_handled_ = 0;
   (void)tracker_->begin(expected_);
   divisor_ = live_ranks_ ? live_ranks_() : comm_->size();
   phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
@@ -300,6 +301,8 @@ void Reducer::reset(std::shared_ptr<Communicator> comm) {
   unusable_.clear();
   forwards_ = 0;
   passes_ = 0;
+  compared_pass_ = -1;
+  threw_ = 0;
   usage_.end_step();
   // Memory of our own: collectives of the old group may still write to the other one.
   realign();

@@ -52,6 +52,16 @@ void Reducer::check_announced(ParamId id) {
   }
 }
 
+/// The first gradient of a pass has arrived, while autograd records what it does if `create_graph` was given.
+void Reducer::check_create_graph() {
+  if (!at::GradMode::is_enabled()) return;
+  warn_once(Code::kHigherOrder,
+            "backward(create_graph=True): the gradients are means over ranks, but their graph is that of this rank "
+            "alone, without the reduction: what a second backward through them computes is local and is not reduced. "
+            "For a gradient penalty on inputs, take torch.autograd.grad(outputs, inputs, create_graph=True), add it "
+            "to the loss, and call backward once.");
+}
+
 /// A backward that forward has announced as one to be reduced begins.
 void Reducer::check_switch() {
   if (!switch_reduces_) {
@@ -149,7 +159,8 @@ PassWord Reducer::pass_word(bool joined) const {
                   100 * static_cast<int64_t>(options_.skip_unused_buckets) +
                   1000 * static_cast<int64_t>(records_firings()),
           .plan = plan_fingerprint_,
-          .hook = fingerprint(hook_->signature())};
+          .hook = fingerprint(hook_->signature()),
+          .threw = threw_};
 }
 
 void Reducer::start_guard(bool joined) {
@@ -167,7 +178,7 @@ void Reducer::start_guard(bool joined) {
 /// Another rank will not come any more: nothing may be reduced from now on.
 void Reducer::give_up(const PeerError& error) {
   unusable_ = error.what();
-  progress_->fail(unusable_);
+  progress_->give_up(unusable_);
 }
 
 void Reducer::check_guard(Reading reading) {
@@ -179,6 +190,11 @@ void Reducer::check_guard(Reading reading) {
     give_up(error);
     throw;
   }
+  compared_pass_ = passes_;
+  raise_disagreement(finding);
+}
+
+void Reducer::raise_disagreement(const Guard::Finding& finding) {
   if (finding.text.empty()) return;
   const std::string text =
       finding.is_late

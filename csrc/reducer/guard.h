@@ -23,9 +23,10 @@ struct PassWord {
   int64_t mode = 0;      ///< Kind of graph and the like: which collectives will follow.
   uint64_t plan = 0;     ///< Fingerprint of the bucket plan.
   uint64_t hook = 0;     ///< Fingerprint of the comm hook and its arguments.
+  int64_t threw = 0;     ///< 1: what this rank owed to this pass or the last one went out as NaN.
 };
 
-/// Agrees on a PassWord by one all-reduce of 11 numbers, which leaves before the first bucket and is awaited before the
+/// Agrees on a PassWord by one all-reduce of 13 numbers, which leaves before the first bucket and is awaited before the
 /// first mean: it comes through even when the buckets behind it do not fit together. Every rank learns of a difference,
 /// also one between two other ranks, because the maximum and the minimum over ranks travel, each with its rank. On a
 /// device the numbers of a pass are looked at in the next one, so that the host never waits for the device.

@@ -36,6 +36,7 @@ void Reducer::on_grad_ready(ParamId id) {
   if (phase_ == Phase::kArmed || phase_ == Phase::kPartial) open(Opening::kGradient);
   if (phase_ == Phase::kCollecting && arrivals_++ == 0) {
     refuse_distributed_autograd();
+    check_create_graph();
     send(unawaited_);
   }
   if (options_.graph != GraphKind::kComplete && params_.tensors[index(id)].grad().defined()) usage_.mark_used(id);
@@ -63,6 +64,7 @@ void Reducer::open(Opening opening) {
   arrival_.clear();
   in_flight_.clear();
   skipped_.clear();
+  num_handled_ = 0;
   if (records_firings()) {
     std::fill(counted_.begin(), counted_.end(), 0);
     std::fill(expected_.begin(), expected_.end(), kNeverComplete);
@@ -120,7 +122,7 @@ auto Reducer::naming(BucketId id, const Step& step) {
     throw;
   } catch (c10::Error& error) {
     error.add_context(coded(Code::kReductionFailed, where()));
-    progress_->fail(error.what_without_backtrace());
+    if (!has_ended(progress_->stage())) progress_->fail(error.what_without_backtrace());
     throw;
   } catch (const std::runtime_error& error) {
     progress_->fail(error.what());
@@ -129,7 +131,10 @@ auto Reducer::naming(BucketId id, const Step& step) {
 }
 
 void Reducer::send(BucketRange range) {
-  for (size_t b = range.first; b < range.last; ++b) send_bucket(bucket_id(b));
+  for (size_t b = range.first; b < range.last; ++b) {
+    send_bucket(bucket_id(b));
+    num_handled_ = b + 1;
+  }
 }
 
 void Reducer::send_bucket(BucketId id) {
@@ -276,14 +281,19 @@ void Reducer::publish(BucketId id, const at::Tensor& mean) {
 /// not left go out now, filled with NaN: the ranks stay in step, and none can take a mean without us for the truth.
 void Reducer::recover() {
   progress_->enter(Stage::kBucketWait);
+  const bool word_has_left = guard_.started() || compared_pass_ == passes_;
+  Guard::Finding finding;
   try {
-    start_guard(false);
-    (void)guard_.finish(*comm_, reading());
+    threw_ = 1;
+    if (compared_pass_ != passes_) {
+      start_guard(false);
+      finding = guard_.finish(*comm_, reading());
+    }
     guard_passed_ = false;
   } catch (const std::exception&) {  // the same holds for what follows
   }
   const BucketRange rest = tracker_->finish();
-  for (size_t b = rest.first; b < rest.last; ++b) {
+  for (size_t b = std::min(rest.first, num_handled_); b < rest.last; ++b) {
     const BucketId id = bucket_id(b);
     if (is_empty(id)) continue;
     try {
@@ -308,12 +318,18 @@ void Reducer::recover() {
   usage_.end_step();
   end_pass();
   phase_ = Phase::kIdle;
+  if (word_has_left) {
+    threw_ = 1;  // the next word says it
+  } else {
+    raise_disagreement(finding);
+  }
 }
 
 /// All ranks have taken part in one more pass, whatever came of it.
 void Reducer::end_pass() {
   ++passes_;
   hook_->on_pass_ended();
+  threw_ = 0;
   forwards_ = 0;
   outputs_.clear();
 }

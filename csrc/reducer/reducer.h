@@ -212,12 +212,14 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void check_frozen();
   void check_announced(ParamId id);
   void check_switch();
+  void check_create_graph();
   void check_cleared(ParamId id);
   void check_silent_backward();
   void report_local_gradients();
   void check_unused_option();
   void start_guard(bool joined);
   void check_guard(Reading reading);
+  void raise_disagreement(const Guard::Finding& finding);
   void adopt_plan(BucketPlan plan);
   void realign();
   void check_between_steps(const char* what) const;
@@ -266,11 +268,14 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   BucketRange unawaited_;      // buckets that leave with the first of them
   int divisor_ = 1;            // ranks that contribute to this pass
   std::vector<InFlight> in_flight_;
+  size_t num_handled_ = 0;         // buckets of this pass, from the first, that have left or need not
   std::vector<BucketId> skipped_;  // held back in this pass because nobody used them in the last one
   int64_t forwards_ = 0;           // since the last pass
   int64_t passes_ = 0;             // that this rank took part in, whatever came of them
   uint64_t plan_fingerprint_ = 0;
   bool guard_passed_ = false;               // in this pass already
+  int64_t compared_pass_ = -1;              // the last one whose word all ranks have seen
+  int64_t threw_ = 0;                       // 1: what this rank owed to the last pass went out as NaN, and nobody knows
   std::array<uint64_t, 3> agreed_sizes_{};  // mode, plan and hook that all ranks had when they last agreed
   std::string unusable_;                    // why no further collective may be issued; empty: all is well
   BackwardKind backward_kind_ = BackwardKind::kAccumulate;

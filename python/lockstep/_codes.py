@@ -34,10 +34,11 @@ class Code(enum.IntEnum):
     BAD_ARGUMENT = 115
     WRONG_BUILD = 116
     WRONG_DEVICES = 117
+    SYNC_BATCHNORM = 118
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.
-_ABOUT_LOCAL_GRADIENTS = {23, 24, 25, 30, 31}
+_ABOUT_LOCAL_GRADIENTS = {23, 24, 25, 30, 31, 40}
 
 
 def tagged(code: Code, text: str) -> str:

@@ -239,6 +239,40 @@ class Extras:
         self._log_and_throw(kind, text)
         raise AssertionError("unreachable")
 
+    # ---- layers that communicate in forward ----
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Any:
+        """As torch's: trains on while other ranks have run out of data.
+
+        Raises:
+            ValueError: a SyncBatchNorm would wait in forward for ranks that run none any more.
+        """
+        if enable and not throw_on_early_termination and (name := self._first_sync_batchnorm()) is not None:
+            text = (
+                f"[rank {self.process_group.rank()}] join() cannot stand in for the collectives of layer '{name}' "
+                "(SyncBatchNorm), which waits in forward for every rank: a rank that has run out of data would hang "
+                "the others. Pass throw_on_early_termination=True, or give every rank equally many batches."
+            )
+            raise ValueError(tagged(Code.SYNC_BATCHNORM, text))
+        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def _first_sync_batchnorm(self) -> str | None:
+        layers = (name for name, layer in self.module.named_modules() if isinstance(layer, torch.nn.SyncBatchNorm))
+        return next(layers, None)
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        if self.device_type == "cpu" and (name := self._first_sync_batchnorm()) is not None:
+            self._fail(
+                ValueError,
+                Code.SYNC_BATCHNORM,
+                f"SyncBatchNorm layers only work with GPU modules, but '{name}' is on the CPU. Use BatchNorm there.",
+            )
+
     # ---- modules without anything to reduce ----
 
     def _passes_through(self, module: torch.nn.Module, allowed: bool) -> bool:

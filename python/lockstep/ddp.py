@@ -134,8 +134,11 @@ class DistributedDataParallel(Extras, CommHooks, Buffers, MixedPrecision, TorchD
         static_graph: bool,
     ) -> None:
         self._check_device()
-        first_limits, limits = _compat.bucket_limits(self, static_graph)
         dynamic = self.find_unused_parameters and not static_graph
+        first_limits, limits = _compat.bucket_limits(self, static_graph)
+        if self.bucket_bytes_cap_default and self.device_type == "cuda" and not self.bucket_bytes_cap_list:
+            limits = _C.chosen_limits(sum(parameter.nbytes for parameter in parameters))
+            first_limits = limits if dynamic else first_limits
         self._engine_hook: str | None = None
         self._linked_state = None
         self.reducer = Reducer(

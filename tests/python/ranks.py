@@ -23,7 +23,7 @@ class RankError(AssertionError):
     """A rank raised, died, or did not answer in time."""
 
 
-def join_group(rank: int, world_size: int, store: str) -> None:
+def join_group(rank: int, world_size: int, store: str, timeout: float = GROUP_TIMEOUT) -> None:
     """Become one rank of a gloo group that meets in the file ``store``."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -31,7 +31,7 @@ def join_group(rank: int, world_size: int, store: str) -> None:
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=GROUP_TIMEOUT),
+        timeout=timedelta(seconds=timeout),
     )
 
 

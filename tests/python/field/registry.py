@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
+from field.flaws import FLAWS
 
 
 class NotOffered(Exception):
@@ -19,24 +20,29 @@ class NotOffered(Exception):
 
 @dataclass(frozen=True)
 class Engine:
-    """A class to wrap models with: torch's or ours."""
+    """A class to wrap models with: torch's, ours, or ours with a flaw of that name."""
 
     name: str
 
     @property
     def ours(self) -> bool:
-        return self.name == "lockstep"
+        return self.name != "torch"
 
     @property
     def cls(self) -> type:
-        return lockstep.DistributedDataParallel if self.ours else TorchDDP
+        return {"torch": TorchDDP, "lockstep": lockstep.DistributedDataParallel, **FLAWS}[self.name]
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """Of the constructor."""
+        return inspect.signature((lockstep.DistributedDataParallel if self.ours else TorchDDP).__init__)
 
     def wrap(self, module: torch.nn.Module, **options: Any) -> Any:
         return self.cls(module, **options)
 
     def where_offered(self, **options: Any) -> dict[str, Any]:
         """Those of ``options`` that the constructor knows."""
-        known = inspect.signature(self.cls.__init__).parameters
+        known = self.signature.parameters
         return {name: value for name, value in options.items() if name in known}
 
     def require(self, *methods: str, **options: Any) -> dict[str, Any]:
@@ -53,6 +59,7 @@ class Engine:
 
 
 TORCH, LOCKSTEP = Engine("torch"), Engine("lockstep")
+BROKEN = [Engine(name) for name in FLAWS]
 
 
 @dataclass(frozen=True)

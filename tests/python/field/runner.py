@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
-import tempfile
 import time
-import traceback
 from dataclasses import dataclass
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
+import own_processes
 from field.registry import Case, Engine, NotOffered, Variant, all_variants
-from ranks import join_group
-
-#: In seconds: what the ranks that still run get after one has failed.
-GRACE = 3.0
 
 
 @dataclass(frozen=True)
@@ -43,58 +33,18 @@ def run_on_this_rank(engine: str, number: int, variant: str) -> None:
 
 def run_in_own_processes(engine: Engine, case: Case, variant: Variant) -> Outcome:
     """Run one variant in fresh processes and kill whatever is left of them."""
-    context = _context()
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="lockstep_field_") as folder:
-        pipes, processes = [], []
-        for rank in range(variant.ranks):
-            ours, theirs = context.Pipe()
-            arguments = (rank, variant.ranks, os.path.join(folder, "store"), theirs)
-            process = context.Process(
-                target=_serve_once, args=(*arguments, engine.name, case.number, variant.name), daemon=False
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            answers = _collect(pipes, variant, begin + case.limit)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    answers = own_processes.run(
+        run_on_this_rank,
+        engine.name,
+        case.number,
+        variant.name,
+        ranks=variant.ranks,
+        limit=case.limit,
+        lost=variant.lost,
+    )
     kind, text = _judge(answers, variant, case.limit)
     return Outcome(kind, text, time.monotonic() - begin)
-
-
-def _context() -> multiprocessing.context.BaseContext:
-    """Processes forked from a server that has imported everything: a start costs no second."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["field.runner", "field.scenarios", "torch._dynamo"])
-    kept = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server does not get sys.path
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH") if kept is None else os.environ.update(PYTHONPATH=kept)
-    return context
-
-
-def _collect(pipes: list[Connection], variant: Variant, deadline: float) -> dict[int, Any]:
-    """What each rank answered: None, or an exception. A rank that died has EOFError; one that hangs has no entry."""
-    answers: dict[int, Any] = {}
-    needed = set(range(len(pipes))) - set(variant.lost)
-    while not needed <= answers.keys() and time.monotonic() < deadline:
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
-        for pipe in wait(list(waiting), max(0.0, deadline - time.monotonic())):
-            rank = waiting[pipe]
-            try:
-                answers[rank] = pipe.recv()
-            except (EOFError, ConnectionError):
-                answers[rank] = EOFError()
-            if answers[rank] is not None and rank in needed:
-                deadline = min(deadline, time.monotonic() + GRACE)
-    return answers
 
 
 def _judge(answers: dict[int, Any], variant: Variant, limit: float) -> tuple[str, str]:
@@ -113,18 +63,3 @@ def _judge(answers: dict[int, Any], variant: Variant, limit: float) -> tuple[str
         return "crash", f"rank {errors[0][0]} died"
     silent = [rank for rank in needed if rank not in answers]
     return ("hang", f"rank {silent[0]} gave no answer in {limit:.0f} s") if silent else ("right", "")
-
-
-def _serve_once(rank: int, size: int, store: str, pipe: Connection, engine: str, number: int, variant: str) -> None:
-    join_group(rank, size, store)
-    answer: BaseException | None = None
-    try:
-        run_on_this_rank(engine, number, variant)
-    except BaseException as error:
-        error.add_note(traceback.format_exc())
-        answer = error
-    try:
-        pipe.send(answer)
-    except Exception:  # it cannot be pickled
-        pipe.send(AssertionError(f"{type(answer).__name__}: {answer}"))
-    pipe.poll(None)  # until killed: leaving would disturb the ranks that are not done

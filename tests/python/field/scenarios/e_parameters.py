@@ -102,7 +102,8 @@ class Alternating(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in reversed(self.layers):
-            x = layer(x.to(layer.weight.dtype)) / 2
+            x = x.to(layer.weight.dtype)
+            x = x + layer(x) / 4  # what differs between ranks reaches every layer
         return x.float()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import Any
 
 import torch
@@ -33,14 +32,14 @@ def create_graph(engine: Engine, options: dict[str, Any] | None = None, hook: bo
     https://github.com/pytorch/pytorch/issues/63929 https://github.com/pytorch/pytorch/pull/63831
 
     Symptom: a crash when a bucket is copied, or memory that grows with every step.
-    Right: first-order gradients are reduced, nothing is leaked, and a second backward through them does no harm.
+    Right: first-order gradients are reduced, nothing is leaked, and a second backward through them does no harm. That
+    it is local is said once: the graph of the gradients does not contain the reduction.
     """
     pair = pair_of(engine, Reversed, **(options or {}))
     if hook:
         pair.wrapped.register_comm_hook(None, allreduce_hook)
     alive = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with recorded() as records:
         for step in range(20):
             x = rank_data(3, 6, step=step)
             for model in (pair.wrapped, pair.plain):
@@ -57,6 +56,8 @@ def create_graph(engine: Engine, options: dict[str, Any] | None = None, hook: bo
         if penalty.requires_grad:
             torch.autograd.grad(penalty, [pair.wrapped.module.layers[0].weight], allow_unused=True)
     _one_good_step(pair)
+    about_it = [text for text in local_warnings(records) if "create_graph" in text]
+    assert_told_once(about_it, "graph is that of this rank alone", "not reduced")
 
 
 @case(61, "autograd.grad", variants={"of_parameters": {}, "of_an_input": {"of_input": True}})

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from field.kit import pair_of, register
+from field.kit import pair_of, refused, register
 from field.registry import Engine, case
 from models import Reversed
 from oracle import Pair, assert_bit_equal_on_all_ranks, mean_over_ranks, rank_data
@@ -139,6 +139,7 @@ JOINED: dict[str, dict[str, Any]] = {
     "fp16": {"hook": "fp16"},
     "powersgd": {"hook": "powersgd"},
     "early_stop": {"join": {"throw_on_early_termination": True}},
+    "sync_batchnorm": {"sync_batchnorm": True},
 }
 
 
@@ -150,14 +151,18 @@ def joined(
     norm: bool = False,
     accumulate: bool = False,
     hook: str = "",
+    sync_batchnorm: bool = False,
 ) -> None:
     """https://github.com/pytorch/pytorch/issues/60611 https://github.com/pytorch/pytorch/issues/44425
     https://github.com/pytorch/pytorch/issues/38174 https://github.com/microsoft/PyMarlin/issues/80
 
     Symptom: a hang with unequal numbers of batches; hooks and no_sync are ignored.
-    Right: torch's documented numbers; final weights equal on all ranks.
+    Right: torch's documented numbers; final weights equal on all ranks. A layer that communicates in forward is
+    refused where a rank would wait in it for one that has run out of data.
     """
     warnings.simplefilter("ignore")
+    if sync_batchnorm:
+        return _sync_batchnorm_is_refused(engine)
     join = join or {}
     layers = [nn.Linear(6, 6), nn.BatchNorm1d(6)] if norm else [nn.Linear(6, 6), nn.Tanh()]
     pair = Pair(lambda: nn.Sequential(*layers, nn.Linear(6, 6)), lambda m: engine.wrap(m, **(options or {})))
@@ -192,6 +197,20 @@ def joined(
         _simulate(pair.plain, batches, window, rate, join.get("divide_by_initial_world_size", True))
         for ours, theirs in zip(pair.wrapped.parameters(), pair.plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+def _sync_batchnorm_is_refused(engine: Engine) -> None:
+    norm = nn.SyncBatchNorm(6, affine=False, track_running_stats=False)
+    with refused(engine, "SyncBatchNorm", "only work with GPU modules", kinds=ValueError):
+        engine.wrap(nn.Sequential(nn.Linear(6, 6), norm))
+    model = engine.wrap(nn.Sequential(nn.Linear(6, 6), nn.Identity()))
+    model.module[1] = norm  # as it could be wrapped on a GPU
+    with refused(engine, "SyncBatchNorm", "layer '1'", "throw_on_early_termination", kinds=ValueError), model.join():
+        pass
+    with model.join(throw_on_early_termination=True):
+        pass
+    with model.join(enable=False):
+        pass
 
 
 def _simulate(plain: nn.Module, batches: list[int], window: int, rate: float, initial: bool) -> None:

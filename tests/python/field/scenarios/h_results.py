@@ -147,7 +147,7 @@ def constructor_arguments(engine: Engine, how: str) -> None:
     Right: all are accepted and do what they say; sets that differ between ranks raise on
     all of them, or give the right means.
     """
-    known = inspect.signature(engine.cls.__init__).parameters
+    known = engine.signature.parameters
     if how == "signature":
         theirs = inspect.signature(TorchDDP.__init__).parameters
         ours = [name for name in known if name in theirs]

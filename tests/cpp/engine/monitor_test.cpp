@@ -1,0 +1,302 @@
+// Ranks that watch each other through a store, each with a monitor of its own in one process.
+#include "comm/monitor.h"
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <vector>
+
+#include "comm/local_communicator.h"
+#include "comm/watched_communicator.h"
+#include "core/error.h"
+
+namespace lockstep {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::ThrowsMessage;
+
+constexpr milliseconds kThreshold{400};
+constexpr std::chrono::seconds kPatience{20};
+constexpr milliseconds kStep{20};
+
+/// A store that can be cut off, as if the process that hosts it had died.
+class FragileStore final : public c10d::HashStore {
+ public:
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    check_alive();
+    HashStore::set(key, value);
+  }
+  std::vector<uint8_t> get(const std::string& key) override {
+    check_alive();
+    return HashStore::get(key);
+  }
+  bool check(const std::vector<std::string>& keys) override {
+    check_alive();
+    return HashStore::check(keys);
+  }
+  void cut() { alive_ = false; }
+
+ private:
+  void check_alive() const {
+    if (!alive_) throw std::runtime_error("Broken pipe");
+  }
+  std::atomic<bool> alive_ = true;
+};
+
+bool eventually(const std::function<bool()>& condition) {
+  const auto deadline = steady_clock::now() + kPatience;
+  while (!condition()) {
+    if (steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(kStep);
+  }
+  return true;
+}
+
+struct Ranks {
+  explicit Ranks(int size, milliseconds threshold = kThreshold) : store(c10::make_intrusive<FragileStore>()) {
+    for (int rank = 0; rank < size; ++rank) {
+      progress.push_back(std::make_shared<Progress>());
+      monitors.push_back(std::make_shared<Monitor>(store, rank, size, progress.back(), threshold));
+    }
+  }
+
+  /// That rank has written `stage` once, and dies.
+  void kill(size_t rank, Stage stage) {
+    monitors[rank].reset();
+    Standing last;
+    last.beat = 77;
+    last.stage = stage;
+    last.step = 1;
+    const std::string line = encode(last);
+    store->set(std::to_string(rank), std::vector<uint8_t>(line.begin(), line.end()));
+  }
+
+  [[nodiscard]] std::string verdict(size_t rank) const {
+    try {
+      monitors[rank]->raise_if_hopeless();
+      return "";
+    } catch (const PeerError& error) {
+      return error.what();
+    }
+  }
+
+  c10::intrusive_ptr<FragileStore> store;
+  std::vector<std::shared_ptr<Progress>> progress;
+  std::vector<std::shared_ptr<Monitor>> monitors;
+};
+
+/// What is printed on stderr until `phrase` is among it, or for as long as a test has patience.
+std::string printed(const std::string& phrase) {
+  std::string text;
+  (void)eventually([&] {
+    ::testing::internal::CaptureStderr();
+    std::this_thread::sleep_for(5 * kStep);
+    text += ::testing::internal::GetCapturedStderr();
+    return text.find(phrase) != std::string::npos;
+  });
+  return text;
+}
+
+TEST(Monitor, ReportsWhereTheMissingRankStandsAfterTheThreshold) {
+  Ranks ranks(2);
+  ranks.progress[1]->next_step();
+  ranks.progress[0]->next_step();
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  EXPECT_THAT(printed("[LS-022]"), AllOf(HasSubstr("[rank 0] waits for"), HasSubstr("rank 1 is in forward of step 1"),
+                                         Not(HasSubstr("[rank 1]"))));
+  EXPECT_EQ(ranks.verdict(0), "") << "slow is not hopeless";
+}
+
+TEST(Monitor, KeepsQuietAboutShortWaits) {
+  Ranks ranks(2, std::chrono::minutes(10));
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  ::testing::internal::CaptureStderr();
+  EXPECT_TRUE(eventually([&] { return ranks.progress[0]->look().since_ms > 1500; }));
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+}
+
+TEST(Monitor, AFailureElsewhereMakesWaitingHopelessUntilTheWaitEnds) {
+  Ranks ranks(3);
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  EXPECT_EQ(ranks.verdict(0), "");
+  ranks.monitors[2]->publish_failure("[rank 2] oops [LS-006]");
+  ASSERT_TRUE(eventually([&] { return !ranks.verdict(0).empty(); }));
+  EXPECT_THAT(ranks.verdict(0), AllOf(HasSubstr("[rank 0]"), HasSubstr("rank 2 has failed: [rank 2] oops [LS-006]")));
+  EXPECT_EQ(ranks.verdict(1), "") << "it does not wait";
+  ranks.progress[0]->enter(Stage::kForward);
+  EXPECT_TRUE(eventually([&] { return ranks.verdict(0).empty(); }));
+}
+
+TEST(Monitor, ARankThatIsDestroyedSaysThatItLeaves) {
+  Ranks ranks(2);
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  ranks.monitors[1].reset();
+  ASSERT_TRUE(eventually([&] { return !ranks.verdict(0).empty(); }));
+  EXPECT_THAT(ranks.verdict(0), AllOf(HasSubstr("rank 1 has dropped its model or ended"), HasSubstr("[LS-021]")));
+}
+
+TEST(Monitor, ARankThatHasFailedDoesNotSayThatItLeft) {
+  Ranks ranks(2);
+  ranks.progress[1]->fail("oops");
+  ranks.monitors[1].reset();
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  ASSERT_TRUE(eventually([&] { return !ranks.verdict(0).empty(); }));
+  EXPECT_THAT(ranks.verdict(0), HasSubstr("rank 1 has failed: oops"));
+}
+
+TEST(Monitor, ADeadRankIsReportedAtOnceAndHopelessAfterTheThreshold) {
+  Ranks ranks(2);
+  ranks.kill(1, Stage::kForward);
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  ASSERT_TRUE(eventually([&] { return !ranks.verdict(0).empty(); }));
+  EXPECT_THAT(ranks.verdict(0), AllOf(HasSubstr("rank 1 has not been heard of"), HasSubstr("in forward of step 1"),
+                                      HasSubstr("[LS-021]")));
+}
+
+TEST(Monitor, BothRanksWhoseCollectiveFailedBlameTheDeadOneAndNotEachOther) {
+  Ranks ranks(3, std::chrono::seconds(30));  // of no importance: a collective has failed
+  ranks.kill(1, Stage::kBackward);
+  const auto begin = steady_clock::now();
+  std::vector<std::string> causes(3);
+  std::vector<std::thread> threads;
+  for (const size_t rank : {size_t{0}, size_t{2}}) {
+    ranks.progress[rank]->enter(Stage::kBucketWait);
+    threads.emplace_back(
+        [&, rank] { causes[rank] = ranks.monitors[rank]->explain_failure("Connection reset by peer"); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const size_t rank : {size_t{0}, size_t{2}}) {
+    EXPECT_THAT(causes[rank], AllOf(HasSubstr(fmt::format("[rank {}] waits for", rank)), HasSubstr("rank 1"),
+                                    HasSubstr("has probably died"), HasSubstr("[LS-021]")));
+    EXPECT_THAT(ranks.monitors[rank]->lines()[rank]->detail, HasSubstr("rank 1"));
+  }
+  EXPECT_LT(steady_clock::now() - begin, PeerWatch::kSilence + std::chrono::seconds(3));
+}
+
+TEST(Monitor, AFailureElsewhereExplainsOursAtOnce) {
+  Ranks ranks(2);
+  ranks.monitors[1]->publish_failure("[rank 1] oops [LS-006]");
+  const auto begin = steady_clock::now();
+  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer"), HasSubstr("rank 1 has failed: [rank 1]"));
+  EXPECT_LT(steady_clock::now() - begin, PeerWatch::kSilence);
+}
+
+TEST(Monitor, AFailureWithoutACauseElsewhereIsPublishedAsOurOwn) {
+  Ranks ranks(2);
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  EXPECT_THAT(ranks.monitors[0]->explain_failure("a cable"), HasSubstr("rank 1 is wrapping its model"));
+  const auto line = ranks.monitors[1]->lines()[0];
+  ASSERT_TRUE(line);
+  EXPECT_EQ(line->stage, Stage::kFailed);
+  EXPECT_EQ(line->detail, "a cable");
+}
+
+TEST(Monitor, AStoreThatIsGoneIsTakenForItsHostsDeath) {
+  Ranks ranks(2);
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  ranks.store->cut();
+  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer"),
+              AllOf(HasSubstr("[rank 0]"), HasSubstr("store does not answer"), HasSubstr("rank 0, or the launcher"),
+                    HasSubstr("[LS-021]"), Not(HasSubstr("Broken pipe"))));
+  ranks.progress[1]->enter(Stage::kBucketWait);
+  ASSERT_TRUE(eventually([&] { return !ranks.verdict(1).empty(); }));
+  EXPECT_THAT(ranks.verdict(1), AllOf(HasSubstr("[rank 1] waits since"), HasSubstr("store does not answer")));
+}
+
+TEST(Monitor, DumpsAndListsWhereAllRanksStand) {
+  Ranks ranks(3);
+  ranks.progress[1]->next_step();
+  ranks.store->deleteKey("2");
+  ASSERT_TRUE(eventually([&] {
+    const auto line = ranks.monitors[0]->lines()[1];
+    return line && line->stage == Stage::kForward;
+  }));
+  ranks.progress[0]->enter(Stage::kBackward);
+  EXPECT_EQ(ranks.monitors[0]->lines()[0]->stage, Stage::kBackward) << "our own line is not a second old";
+  Monitor::request_dump();
+  EXPECT_THAT(printed("[rank 0] where all ranks stand"), HasSubstr("  rank 1 is in forward of step 1"));
+}
+
+TEST(MonitorStore, GivesEachReplicaAPlaceOfItsOwn) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto first = monitor_store(store, "some group", 0);
+  const auto second = monitor_store(store, "some group", 0);
+  const auto of_peer = monitor_store(store, "some group", 1);
+  ASSERT_TRUE(first && second && of_peer);
+  first->set("0", std::vector<uint8_t>{1});
+  EXPECT_FALSE(second->check({"0"}));
+  EXPECT_TRUE(of_peer->check({"0"})) << "the first replica of the other rank";
+  EXPECT_FALSE(monitor_store(nullptr, "some group", 0));
+}
+
+// ---- waits that are watched ----
+
+class NeverEnding final : public Transfer {
+ public:
+  void wait() override { FAIL() << "nobody watches"; }
+  bool wait_for(milliseconds patience) override {
+    std::this_thread::sleep_for(patience);
+    return false;
+  }
+};
+
+class Broken final : public Transfer {
+ public:
+  void wait() override { throw std::runtime_error("Connection reset by peer"); }
+};
+
+template <typename Kind>
+class Group final : public Communicator {
+ public:
+  [[nodiscard]] int rank() const override { return 0; }
+  [[nodiscard]] int size() const override { return 2; }
+  [[nodiscard]] std::string name() const override { return "broken"; }
+  TransferPtr sum(at::Tensor /*data*/) override { return std::make_unique<Kind>(); }
+  TransferPtr max(at::Tensor /*data*/) override { return std::make_unique<Kind>(); }
+  TransferPtr broadcast(at::Tensor /*data*/, int /*root*/) override { return std::make_unique<Kind>(); }
+  TransferPtr all_gather(at::Tensor /*out*/, at::Tensor /*in*/) override { return std::make_unique<Kind>(); }
+  TransferPtr all_to_all(at::Tensor /*out*/, at::Tensor /*in*/) override { return std::make_unique<Kind>(); }
+  TransferPtr reduce_scatter(at::Tensor /*out*/, at::Tensor /*in*/) override { return std::make_unique<Kind>(); }
+};
+
+TEST(WatchedCommunicator, EndsAWaitThatHasBecomeHopeless) {
+  Ranks ranks(2);
+  const auto comm = watched(std::make_shared<Group<NeverEnding>>(), ranks.monitors[0]);
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  ranks.monitors[1]->publish_failure("[rank 1] oops [LS-006]");
+  EXPECT_THAT([&] { comm->sum(at::ones({1}))->wait(); }, ThrowsMessage<PeerError>(HasSubstr("rank 1 has failed")));
+  EXPECT_THAT([&] { comm->outwait([](milliseconds) { return false; }); },
+              ThrowsMessage<PeerError>(HasSubstr("rank 1 has failed")));
+}
+
+TEST(WatchedCommunicator, ExplainsACollectiveThatFails) {
+  Ranks ranks(2);
+  const auto comm = watched(std::make_shared<Group<Broken>>(), ranks.monitors[0]);
+  ranks.monitors[1]->publish_failure("[rank 1] oops");
+  EXPECT_THAT([&] { comm->sum(at::ones({1}))->wait(); },
+              ThrowsMessage<PeerError>(AllOf(HasSubstr("Connection reset by peer"), HasSubstr("rank 1 has failed: "),
+                                             HasSubstr("[LS-020]"))));
+}
+
+TEST(WatchedCommunicator, WithoutAMonitorIsTheInnerOne) {
+  const auto inner = std::make_shared<LocalCommunicator>();
+  EXPECT_EQ(watched(inner, nullptr), inner);
+}
+
+}  // namespace
+}  // namespace lockstep
