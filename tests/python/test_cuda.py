@@ -85,6 +85,59 @@ def test_gradients_accumulated_under_no_sync_are_reduced_with_the_next_step(gpu_
     gpu_ranks.run(_accumulates, communicator)
 
 
+class Large(nn.Module):
+    """Gradients from 256 KiB on, in two memory orders, small ones between them, and a branch that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(64, 128, 3).to(memory_format=torch.channels_last)  # 288 KiB in fp32
+        self.wide = nn.Linear(128, 1024)
+        self.extra = nn.Linear(128, 1024)
+        self.head = nn.Linear(1024, 3)
+
+    def forward(self, arguments: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        x, extra = arguments
+        x = self.conv(x.to(memory_format=torch.channels_last)).mean((2, 3))
+        return self.head(self.wide(x) + (self.extra(x) if extra else 0))
+
+
+def _in_place(options: dict[str, Any]) -> None:
+    pair = pair_on_gpu(Large, communicator="nccl", **options)
+    unused = options.get("find_unused_parameters", False)
+    for step in range(6):
+        # From all ranks to one, to none and back: late gradients, and one that stays None.
+        extra = not unused or step % 3 == 0 or (step % 3 == 1 and dist.get_rank() == 0)
+        if step == 2:
+            with pair.wrapped.no_sync():
+                pair.backward(lambda extra=extra: (on_gpu(2, 64, 6, 6, step=20), extra))
+        pair.backward(lambda step=step, extra=extra: (on_gpu(2, 64, 6, 6, step=step), extra))
+        check(pair)
+        pair.zero()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_large_gradients_are_reduced_where_they_lie(gpu_ranks, mode: str):
+    gpu_ranks.run(_in_place, MODES[mode], timeout=90)
+
+
+def _memory_of_buckets(communicator: str) -> int:
+    """Bytes that wrapping a model with 64 MiB of large gradients and a step leave behind, gradients dropped."""
+    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).cuda()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    model = lockstep.DistributedDataParallel(net, communicator=communicator)
+    for _ in range(3):
+        model(on_gpu(2, 2048)).sum().backward()
+        model.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before
+
+
+def test_large_gradients_need_no_bucket_memory_on_the_direct_path(gpu_ranks):
+    assert max(gpu_ranks.run(_memory_of_buckets, "nccl")) < 2**20
+    assert min(gpu_ranks.run(_memory_of_buckets, "group")) >= 2**26
+
+
 class Deep(nn.Module):
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
