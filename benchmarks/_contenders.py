@@ -20,6 +20,7 @@ TORCH_BATCHED = "torch batched"
 TORCH_UNUSED = "torch unused"
 LOCKSTEP_DEFAULT = "lockstep default"
 LOCKSTEP_VIEWS = "lockstep views"
+LOCKSTEP_UNGUARDED = "lockstep unguarded"
 LOCKSTEP_DIRECT = "lockstep direct"
 LOCKSTEP_DIRECT_VIEWS = "lockstep direct views"
 LOCKSTEP_UNUSED = "lockstep unused"
@@ -58,6 +59,12 @@ def lockstep_engine() -> type[nn.Module] | str:
         return importlib.import_module("lockstep").DistributedDataParallel
     except (ImportError, AttributeError) as error:
         return " ".join(f"lockstep cannot be imported: {error}".split())
+
+
+def unguarded() -> list[Contender]:
+    """Our engine without the agreement of ranks on each step; none where it cannot be imported."""
+    engine = lockstep_engine()
+    return [] if isinstance(engine, str) else [Contender(LOCKSTEP_UNGUARDED, with_options(engine, guards=False))]
 
 
 def engines() -> tuple[list[Contender], dict[str, str]]:

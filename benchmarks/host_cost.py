@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _contenders import TORCH_DEFAULT, TORCH_TUNED, Contender, engines
+from _contenders import TORCH_DEFAULT, TORCH_TUNED, Contender, engines, unguarded
 from _report import console, print_missing, print_table, write_json
 from torch import nn
 
@@ -238,6 +238,7 @@ def main() -> None:
     options = parse_options()
     torch.set_num_threads(1)  # tiny tensors gain nothing from more, and the times get quieter
     found, missing = engines()
+    found += unguarded()  # what the guards cost
     print_missing(missing)
     contenders = [Contender(BARE, lambda module, _: module), *found]
     with instant_world(2) as group:

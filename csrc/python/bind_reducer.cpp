@@ -17,13 +17,14 @@ std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vecto
                                       std::vector<bool> sparse, const Group& group, GraphKind graph,
                                       bool gradient_as_bucket_view, BucketLimits first_limits, BucketLimits limits,
                                       bool lazy_buckets, bool skip_unused_buckets, bool strict, bool uneven_forwards,
-                                      int64_t stall_threshold_ms, const std::string& communicator) {
+                                      bool guards, int64_t stall_threshold_ms, const std::string& communicator) {
   ReducerOptions options{.graph = graph,
                          .placement = gradient_as_bucket_view ? GradPlacement::kBucketView : GradPlacement::kOwnMemory,
                          .lifetime = lazy_buckets ? BucketLifetime::kStep : BucketLifetime::kTraining,
                          .skip_unused_buckets = skip_unused_buckets,
                          .strict = strict,
                          .uneven_forwards = uneven_forwards,
+                         .guards = guards,
                          .first_limits = std::move(first_limits),
                          .limits = std::move(limits)};
   auto progress = std::make_shared<Progress>();
@@ -77,8 +78,8 @@ void bind_reducer(py::module_& m) {
       .def(py::init(&make_replica), py::arg("params"), py::arg("names"), py::arg("expect_sparse_gradients"),
            py::arg("process_group"), py::arg("graph"), py::arg("gradient_as_bucket_view"), py::arg("first_limits"),
            py::arg("limits"), py::arg("lazy_buckets"), py::arg("skip_unused_buckets"), py::arg("strict"),
-           py::arg("uneven_forwards"), py::arg("stall_threshold_ms"), py::arg("communicator"), NoGil(),
-           "Limits are in bytes. Not collective. No monitor with a threshold of 0.")
+           py::arg("uneven_forwards"), py::arg("guards"), py::arg("stall_threshold_ms"), py::arg("communicator"),
+           NoGil(), "Limits are in bytes. Not collective. No monitor with a threshold of 0.")
       .def("verify_same_model", &Replica::verify_same_model, NoGil(),
            "Raises RuntimeError on every rank when the ranks wrap different models. Collective.")
       .def("isolate", &Replica::isolate, NoGil(),

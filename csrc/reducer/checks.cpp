@@ -164,7 +164,7 @@ PassWord Reducer::pass_word(bool joined) const {
 }
 
 void Reducer::start_guard(bool joined) {
-  if (guard_passed_ || guard_.started() || buffers_.are_captured()) return;
+  if (!options_.guards || guard_passed_ || guard_.started() || buffers_.are_captured()) return;
   const PassWord word = pass_word(joined);
   guard_.start(*comm_, word, device());
   // Buckets of another size than the other ranks' must not leave: some groups abort the process over them.

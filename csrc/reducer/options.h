@@ -26,6 +26,8 @@ struct ReducerOptions {
   bool strict = false;
   /// Ranks may run different numbers of forwards between two reductions.
   bool uneven_forwards = false;
+  /// Ranks agree in each pass on what they are about to reduce (reducer/guard.h). Equal on all ranks.
+  bool guards = true;
   /// In bytes, until the order of gradients is known: by default one bucket for each dtype and device, so that no
   /// bucket can overtake a collective of the model's own backward.
   BucketLimits first_limits{INT64_MAX};

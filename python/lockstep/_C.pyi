@@ -52,6 +52,7 @@ class Reducer:
         skip_unused_buckets: bool,
         strict: bool,
         uneven_forwards: bool,
+        guards: bool,
         stall_threshold_ms: int,
         communicator: str,
     ) -> None: ...

@@ -36,6 +36,8 @@ class DistributedDataParallel(Extras, CommHooks, Buffers, MixedPrecision, TorchD
         stall_threshold: in seconds. A rank that waits for the others longer than this prints who is missing. 0: no
             monitor. None: the environment variable LOCKSTEP_STALL_THRESHOLD, else 30.
         uneven_forwards: ranks may run different numbers of forwards between two reductions.
+        guards: ranks agree in each step, by one small all-reduce that nobody waits for, on what they are about to reduce;
+            without it ranks in different modes hang or mix gradients, as with torch. Equal on all ranks.
         communicator: what carries the collectives. "auto": connections of our own for gloo, so that they cannot meet
             collectives of yours in the same group; the group for NCCL. "group": the process group. "nccl": an NCCL
             communicator of our own, called without c10d in between (CUDA only).
@@ -79,6 +81,7 @@ class DistributedDataParallel(Extras, CommHooks, Buffers, MixedPrecision, TorchD
         check_sync_every: int = 0,
         stall_threshold: float | None = None,
         uneven_forwards: bool = False,
+        guards: bool = True,
         communicator: Literal["auto", "group", "nccl"] = "auto",
         allow_passthrough: bool = False,
     ) -> None:
@@ -96,6 +99,7 @@ class DistributedDataParallel(Extras, CommHooks, Buffers, MixedPrecision, TorchD
         if self._passes_through(module, allow_passthrough):
             return
         check_devices(module, device_ids, output_device)
+        self._guards = guards
         self._set_watch_options(strict, check_sync_every, stall_threshold, uneven_forwards, communicator)
         # Torch would check and copy the model with its own collectives; `_ddp_init_helper` does it with ours.
         self._init_sync_due = init_sync
@@ -154,6 +158,7 @@ class DistributedDataParallel(Extras, CommHooks, Buffers, MixedPrecision, TorchD
             skip_unused_buckets=self.skip_all_reduce_unused_params,
             strict=self._strict,
             uneven_forwards=self._uneven_forwards,
+            guards=self._guards,
             stall_threshold_ms=round(1000 * self._stall_threshold),
             communicator=self._communicator,
         )
