@@ -83,8 +83,11 @@ LowRankLayout matrix_per_bucket(const BucketMembers& members, int64_t numel, con
     layout.errors.push_back(
         {members.names[i], static_cast<int64_t>(members.offsets[i]), static_cast<int64_t>(members.lengths[i])});
   }
+  // Filled up with zeros, but what is left out there is not.
+  const std::string key = fmt::format("[{}]", fmt::join(members.names, " "));
+  layout.errors.push_back({key, numel, layout.m_numel - numel});
   // The factor belongs to these parameters in this order; of another bucket it would be a random start.
-  layout.factors.push_back({fmt::format("[{}]", fmt::join(members.names, " ")), 0, layout.q_numel});
+  layout.factors.push_back({key, 0, layout.q_numel});
   layout.numel_before = numel;
   layout.numel_after = layout.p_numel + layout.q_numel;
   return layout;

@@ -63,7 +63,7 @@ FittingState fitting(const HookState& state, const std::string& kind, std::span<
       continue;
     }
     ++of_known;
-    if (error && value.numel() != size->second) {
+    if (error && !of_bucket && value.numel() != size->second) {
       resized.push_back(fmt::format("'{}' ({} elements, now {})", name, value.numel(), size->second));
     } else if (error && saved_by != rank) {
       of_other_rank = true;

@@ -47,7 +47,7 @@ def _trains() -> None:
     for p, total, expected in zip(pair.wrapped.parameters(), sent, due, strict=True):
         held_back = mean_over_ranks(state.errors[p]).view_as(p)
         torch.testing.assert_close(total + held_back, expected, rtol=1e-4, atol=1e-4)
-        assert held_back.any()
+    assert any(error.any() for error in state.errors.values())
 
 
 def test_the_top_k_hook_in_python_loses_nothing(ranks):

@@ -72,7 +72,7 @@ def _halves(name: str, native: hooks.NativeHook, wild: bool) -> None:
             grads[0][0] *= 1e6
             grads[0][1] *= 1e-6
         for a, b in zip(reduced(ours, grads), reduced(theirs, grads), strict=True):
-            assert torch.equal(a, b)
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", [hooks.FP16, hooks.BF16])
@@ -105,7 +105,9 @@ def _torch_state(native: hooks.PowerSGD) -> PowerSGDState:
 
 
 def _like_torchs_power_sgd(native: hooks.PowerSGD, how: str) -> None:
-    ours, theirs = lockstep.DistributedDataParallel(Given(*SHAPES)), TorchDDP(Given(*SHAPES))
+    # In fp64, where rounding cannot be taken for anything else after 20 steps.
+    dtype = torch.float64
+    ours, theirs = (wrap(Given(*SHAPES, dtype=dtype)) for wrap in (lockstep.DistributedDataParallel, TorchDDP))
     state = _torch_state(native)
     theirs.register_comm_hook(state, powerSGD_hook)
     if how == "by_name":
@@ -114,9 +116,9 @@ def _like_torchs_power_sgd(native: hooks.PowerSGD, how: str) -> None:
         ours.register_comm_hook(_torch_state(native), powerSGD_hook)
         assert "power_sgd" in ours.reducer.hook_signature()
     for step in range(20):
-        grads = grads_of(dist.get_rank(), step, SHAPES)
+        grads = grads_of(dist.get_rank(), step, SHAPES, dtype)
         for a, b in zip(reduced(ours, grads), reduced(theirs, grads), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     stats = ours.comm_hook_stats()
     assert (stats["rate"], stats["numel_before"], stats["numel_after"]) == state.compression_stats()
     assert stats["steps"] == state.iter == 20
@@ -136,13 +138,13 @@ def _same_memory(ours: Any, state: PowerSGDState) -> None:
             numel = math.prod(matrix[name])
             if f"error/{name}" in kept:
                 theirs = state.error_dict[0][offset : offset + numel]
-                torch.testing.assert_close(kept[f"error/{name}"], theirs, rtol=1e-4, atol=5e-5)
+                torch.testing.assert_close(kept[f"error/{name}"], theirs, rtol=1e-9, atol=1e-9)
             offset += numel
     if state.warm_start:
         compressed = [n for n in names if f"factor/{n}" in kept]
         order = sorted(compressed, key=lambda n: [matrix[c] for c in compressed].index(matrix[n]))
-        mine = torch.cat([kept[f"factor/{n}"] for n in order])
-        torch.testing.assert_close(mine, state.q_memory_dict[0], rtol=1e-4, atol=5e-5)
+        mine = torch.cat([state.q_memory_dict[0][:0], *(kept[f"factor/{n}"] for n in order)])
+        torch.testing.assert_close(mine, state.q_memory_dict[0], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("how", ["by_name", "as_torchs"])
@@ -318,7 +320,7 @@ class Branches(nn.Module):
         super().__init__()
         self.table = nn.Embedding(10, 8, sparse=True)
         self.complex = nn.Linear(8, 8, dtype=torch.cfloat)
-        self.double = nn.Linear(8, 8, dtype=torch.float64)
+        self.wide = nn.Linear(8, 8, dtype=torch.float64)
         self.often = nn.Linear(8, 8)
         self.sometimes = nn.Linear(8, 8)
         self.conv = nn.Conv2d(1, 3, 3).to(memory_format=torch.channels_last)
@@ -327,7 +329,7 @@ class Branches(nn.Module):
         tokens, branch = inputs
         x = self.table(tokens)
         x = self.complex(x.to(torch.cfloat)).real
-        x = self.often(self.double(x.double()).float())
+        x = self.often(self.wide(x.double()).float())
         x = x + self.conv(x.view(-1, 1, 8, 1).expand(-1, 1, 8, 8)).mean()
         return self.sometimes(x) if branch else x
 

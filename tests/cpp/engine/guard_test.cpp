@@ -35,7 +35,7 @@ Findings found(const std::vector<PassWord>& words) {
     EXPECT_FALSE(guard.started());
     guard.start(*comm, words[rank], at::kCPU);
     EXPECT_TRUE(guard.started());
-    findings[rank] = guard.finish();
+    findings[rank] = guard.finish(*comm, Reading::kNow);
     EXPECT_FALSE(guard.started());
   });
   return findings;
@@ -163,7 +163,7 @@ TEST(Guard, FindsNothingInAGroupThatCannotTakeAMaximum) {
     SumsOnly comm(inner);
     Guard guard;
     guard.start(comm, with(&PassWord::pass, inner->rank() == 0 ? PassWord::kAny : 7), at::kCPU);
-    EXPECT_THAT(guard.finish().text, IsEmpty());
+    EXPECT_THAT(guard.finish(comm, Reading::kNow).text, IsEmpty());
   });
 }
 
@@ -173,11 +173,35 @@ TEST(Guard, StartsOnceInAPassAndForgetsOneThatWasNotFinished) {
     guard.start(*comm, word(), at::kCPU);
     guard.start(*comm, with(&PassWord::pass, comm->rank()), at::kCPU);
     EXPECT_EQ(comm->num_calls(), 1);
-    EXPECT_THAT(guard.finish().text, IsEmpty()) << "the first word counts";
-    EXPECT_THAT(guard.finish().text, IsEmpty()) << "nothing is on its way";
+    EXPECT_THAT(guard.finish(*comm, Reading::kNow).text, IsEmpty()) << "the first word counts";
+    EXPECT_THAT(guard.finish(*comm, Reading::kNow).text, IsEmpty()) << "nothing is on its way";
     guard.start(*comm, word(), at::kCPU);
     guard.reset();
     EXPECT_FALSE(guard.started());
+  });
+}
+
+TEST(Guard, ReadLaterSaysInTheNextPassWhatWasWrongInThisOne) {
+  run_ranks(2, [](std::shared_ptr<ThreadCommunicator> comm) {
+    Guard guard;
+    guard.start(*comm, with(&PassWord::forwards, 1 + comm->rank()), at::kCPU);
+    EXPECT_THAT(guard.finish(*comm, Reading::kLater).text, IsEmpty()) << "not looked at yet";
+    guard.start(*comm, word(), at::kCPU);
+    const Guard::Finding finding = guard.finish(*comm, Reading::kLater);
+    EXPECT_THAT(finding.text, HasSubstr("rank 1 has begun 2 forwards"));
+    EXPECT_TRUE(finding.is_late);
+    guard.start(*comm, word(), at::kCPU);
+    EXPECT_THAT(guard.finish(*comm, Reading::kLater).text, IsEmpty()) << "the pass in between was all right";
+  });
+}
+
+TEST(Guard, ReadAtOnceLooksFirstAtWhatWasLeftUnread) {
+  run_ranks(2, [](std::shared_ptr<ThreadCommunicator> comm) {
+    Guard guard;
+    guard.start(*comm, with(&PassWord::pass, comm->rank()), at::kCPU);
+    EXPECT_THAT(guard.finish(*comm, Reading::kLater).text, IsEmpty());
+    guard.start(*comm, word(), at::kCPU);
+    EXPECT_TRUE(guard.finish(*comm, Reading::kNow).is_late);
   });
 }
 
@@ -187,7 +211,7 @@ TEST(Guard, CostsNothingWhereThereIsOneRank) {
     guard.start(*comm, word(), at::kCPU);
     EXPECT_FALSE(guard.started());
     EXPECT_EQ(comm->num_calls(), 0);
-    EXPECT_THAT(guard.finish().text, IsEmpty());
+    EXPECT_THAT(guard.finish(*comm, Reading::kNow).text, IsEmpty());
   });
 }
 

@@ -53,7 +53,7 @@ class Subject {
       : row_(row), comm_(std::move(comm)) {
     ParamList params;
     for (const auto& shape : shapes) {
-      params.names.push_back("p" + std::to_string(params.size()));
+      params.names.push_back(fmt::format("p{}", params.size()));
       params.sparse.push_back(false);
       params.tensors.push_back(at::zeros(shape, type).set_requires_grad(true));
     }
@@ -214,7 +214,7 @@ TEST_P(HookContract, SurvivesANewPlanBetweenSteps) {
 }
 
 TEST_P(HookContract, BringsInfinityToEveryRankAndToNoLaterStep) {
-  for (const double poison : {INFINITY, -INFINITY, double{NAN}}) {
+  for (const double poison : {double{INFINITY}, -double{INFINITY}, double{NAN}}) {
     run_ranks(3, [&](Comm comm) {
       Subject subject(row(), comm, {{12, 7}, {7}});
       Subject healthy(row(), comm, {{12, 7}, {7}});
@@ -232,7 +232,11 @@ TEST_P(HookContract, BringsInfinityToEveryRankAndToNoLaterStep) {
         EXPECT_TRUE(subject.finite()) << row().name << " kept " << poison;
         const auto after = subject.grads();
         const auto expected = healthy.grads();
-        for (size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(at::allclose(after[i], expected[i], 0.05, 0.05));
+        for (size_t i = 0; i < after.size(); ++i) {
+          EXPECT_TRUE(at::allclose(after[i], expected[i], 0.05, 0.05))
+              << row().name << " after " << poison << " in step " << step << ":\n"
+              << after[i] << expected[i];
+        }
       }
     });
   }
