@@ -27,7 +27,7 @@ BucketRange BackwardTracker::begin(std::span<const uint32_t> firings) {
   std::ranges::fill(waiting_for_, 0U);
   for (size_t i = 0; i < firings.size(); ++i) {
     const Slot& slot = plan_->slot(param_id(i));
-    remaining_[i] = slot.numel == 0 ? 0 : firings[i];
+    remaining_[i] = slot.numel == 0 && !slot.in_place ? 0 : firings[i];
     if (remaining_[i] > 0) ++waiting_for_[index(slot.bucket)];
   }
   return leave();

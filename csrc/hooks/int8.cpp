@@ -25,6 +25,7 @@ constexpr int64_t kScaleBytes = 4;
 
 /// What one bucket keeps between steps.
 struct QuantizedBucket {
+  at::Tensor gaps;   // [padded bucket], bool: elements that belong to no parameter
   at::Tensor error;  // [bucket], or undefined
   at::Tensor ids;    // [padded bucket], or undefined: which element of which parameter it is
 };
@@ -135,6 +136,7 @@ class Int8 final : public CommHook {
         at::zeros({blocks_per_rank * kQuantizationBlock * comm.size()}, memory.options().dtype(at::kFloat));
     data.narrow(0, 0, memory.numel()).copy_(memory);
     const std::shared_ptr<QuantizedBucket> state = prepared(bucket, data);
+    data.masked_fill_(state->gaps, 0);  // NaN of another rank may have come there, and would fill the block
     if (error_feedback_) data.narrow(0, 0, memory.numel()).add_(state->error);
     std::optional<std::array<uint32_t, 2>> keys;
     if (stochastic_) keys = {key(comm.rank(), 0), key(comm.rank(), 1)};
@@ -178,6 +180,8 @@ class Int8 final : public CommHook {
       slices.push_back(
           {members.names[i], static_cast<int64_t>(members.offsets[i]), static_cast<int64_t>(members.lengths[i])});
     }
+    state->gaps = at::ones({data.numel()}, data.options().dtype(at::kBool));
+    for (const NamedSlice& slice : slices) state->gaps.narrow(0, slice.offset, slice.numel).zero_();
     if (error_feedback_) state->error = errors_.lay_out(slices, bucket.memory.numel(), data.options());
     if (stochastic_) {
       state->ids = at::zeros({data.numel()}, data.options().dtype(at::kLong));

@@ -89,7 +89,7 @@ class CommHooks:
         self._note_hook(hook)
 
     def comm_hook_state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of all that the engine's hook keeps between steps, by parameter name; empty for hooks without state.
+        """Copies of all that the engine's hook keeps between steps, by parameter name, and the bucket plan.
 
         What compression leaves out is different on each rank: save one state per rank, and a run that loads it goes on
         bit for bit.

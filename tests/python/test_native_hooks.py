@@ -539,7 +539,7 @@ def _resumed(native: hooks.NativeHook) -> None:
     resumed = wrapped()
     resumed.load_comm_hook_state_dict(torch.load(file))
     for a, b in zip(_train(went_on, 5, 4), _train(resumed, 5, 4), strict=True):
-        assert torch.equal(a, b)  # though the first step of the resumed run had another bucket plan
+        assert torch.equal(a, b)  # also where a sum depends on its place in the bucket
 
 
 @pytest.mark.parametrize(
