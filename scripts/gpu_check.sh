@@ -7,7 +7,8 @@
 #
 # OUT_FOLDER receives gpu_check.log (everything), gpu_check.json (one row per stage), and the benchmarks' JSON. Exits with
 # the number of stages that failed. By environment: PYTHON, LOCKSTEP_BUILD_DIR (default build/gpu), TORCH_CUDA_ARCH_LIST
-# (default 9.0), LOCKSTEP_GPU_STAGES (a subset of: build tests bench step_tax memcheck racecheck).
+# (default 9.0), LOCKSTEP_GPU_STAGES (a subset of: build tests bench step_tax memcheck racecheck, which is the default,
+# and hook_tax step_tax_sockets), LOCKSTEP_STEP_SECONDS (for each benchmark of whole steps, default 240).
 # shellcheck disable=SC2317  # the stages are called by name
 set -uo pipefail
 
@@ -19,7 +20,9 @@ BUILD=${LOCKSTEP_BUILD_DIR:-$PWD/build/gpu}
 PYTHON=${PYTHON:-python3}
 STAGES=${LOCKSTEP_GPU_STAGES:-build tests bench step_tax memcheck racecheck}
 LOG=$OUT/gpu_check.log
-export BUILD OUT PYTHON  # for the stages, which run in shells of their own
+GPUS=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+SECONDS_OF_STEPS=${LOCKSTEP_STEP_SECONDS:-240}
+export BUILD OUT PYTHON GPUS SECONDS_OF_STEPS  # for the stages, which run in shells of their own
 export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
 : >"$LOG"
 rows=()
@@ -42,7 +45,7 @@ stage() {
     tail -n +$((before + 1)) "$LOG" | tail -n 40
     failures=$((failures + 1))
   fi
-  return $status
+  return "$status"
 }
 
 skip() {
@@ -75,7 +78,20 @@ sanitized() {
     "$BUILD/lockstep_cuda_tests" --gtest_filter='*/PackCuda.*:-*UpTo1600*:*OneLarge*'
 }
 
-export -f build bench sanitized
+# steps SCRIPT NAME OPTION...: one of the benchmarks of whole steps on all GPUs; results in $OUT/NAME.json and NAME.png,
+# a short table at the end, whether a contender failed or not.
+steps() {
+  local script=$1 name=$2 status
+  shift 2
+  PYTHONPATH=$BUILD/site "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" \
+    "benchmarks/$script.py" --budget-seconds "$SECONDS_OF_STEPS" \
+    --json "$OUT/$name.json" --picture "$OUT/$name.png" "$@"
+  status=$?
+  PYTHONPATH=$BUILD/site "$PYTHON" "benchmarks/$script.py" --markdown "$OUT/$name.json"
+  return "$status"
+}
+
+export -f build bench steps sanitized
 
 {
   nvidia-smi --query-gpu=name,driver_version,compute_cap,memory.total --format=csv,noheader
@@ -86,10 +102,13 @@ export -f build bench sanitized
 if stage build 500 build || [ -x "$BUILD/lockstep_cuda_tests" ]; then
   stage tests 400 ctest --test-dir "$BUILD" --output-on-failure --no-tests=error --parallel 4
   stage bench 120 bench
-  if [ -f benchmarks/step_tax.py ]; then
-    stage step_tax 300 env PYTHONPATH="$BUILD/site" "$PYTHON" benchmarks/step_tax.py --json "$OUT/step_tax.json"
+  if [ "$GPUS" -gt 1 ]; then
+    stage step_tax $((SECONDS_OF_STEPS + 90)) steps step_tax step_tax
+    stage hook_tax $((SECONDS_OF_STEPS + 90)) steps hook_tax hook_tax
+    stage step_tax_sockets $((SECONDS_OF_STEPS + 90)) env NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 \
+      bash -c 'steps step_tax step_tax_sockets --wire "sockets of one host"'
   else
-    skip step_tax "no benchmarks/step_tax.py"
+    skip step_tax "needs two GPUs"
   fi
   if command -v compute-sanitizer >/dev/null; then
     stage memcheck 200 sanitized memcheck

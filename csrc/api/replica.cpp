@@ -89,6 +89,11 @@ void Replica::verify_same_model() {
   lockstep::verify_same_model(*comm_, reducer_->params().tensors, reducer_->params().names);
 }
 
+void Replica::isolate() {
+  const Waiting waiting(*progress_);
+  comm_->isolate();
+}
+
 void Replica::assert_in_sync(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names) {
   const Waiting waiting(*progress_);
   verify_same_values(*comm_, tensors, names);

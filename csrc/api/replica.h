@@ -29,6 +29,9 @@ class Replica {
   /// @throws lockstep::Error  on every rank when they differ, with the first difference.
   void verify_same_model();
 
+  /// From now on our collectives cannot meet the user's, where the communicator can see to that. Collective.
+  void isolate();
+
   /// Overwrites `tensors` (parameters and buffers, any dtypes, on one or several devices) by those of rank `root`,
   /// without touching their version counters. Collective; ranks must bring the same list. Tensors of one dtype and
   /// device travel together, about `chunk_bytes` at a time.

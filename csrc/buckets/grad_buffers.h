@@ -11,6 +11,7 @@
 
 #include "buckets/grad_bucket.h"
 #include "core/bucket_plan.h"
+#include "kernels/capture.h"
 #include "kernels/pack.h"
 
 namespace lockstep {
@@ -84,6 +85,8 @@ class GradBuffers {
   /// Undefined while the bucket has no memory.
   [[nodiscard]] const at::Tensor& memory(BucketId id) const { return memory_[index(id)]; }
   [[nodiscard]] at::Tensor& memory(BucketId id) { return memory_[index(id)]; }
+  /// What is done to buckets now goes into a CUDA graph.
+  [[nodiscard]] bool are_captured() const { return cuda::is_capturing(params_->tensors.front().device()); }
   /// A tensor like the bucket's memory, filled with `value`, for a rank that has nothing to send.
   [[nodiscard]] at::Tensor stand_in(BucketId id, double value) const;
 

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "comm/sparse_sum.h"
 #include "compat.h"
 #include "core/error.h"
 
@@ -102,7 +103,13 @@ C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
 
 std::string C10dCommunicator::name() const { return group_->getBackendName(); }
 
-TransferPtr C10dCommunicator::sum(at::Tensor data) { return reduce(*group_, std::move(data), ReduceOp::SUM); }
+TransferPtr C10dCommunicator::sum(at::Tensor data) {
+  if (data.is_sparse() && !data.is_cpu()) {  // NCCL has no sparse sum, and gloo only one on the host
+    sum_sparse(*this, std::move(data));
+    return std::make_unique<Done>();
+  }
+  return reduce(*group_, std::move(data), ReduceOp::SUM);
+}
 
 TransferPtr C10dCommunicator::max(at::Tensor data) { return reduce(*group_, std::move(data), ReduceOp::MAX); }
 

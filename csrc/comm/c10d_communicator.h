@@ -16,7 +16,6 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] int rank() const override { return rank_; }
   [[nodiscard]] int size() const override { return size_; }
   [[nodiscard]] std::string name() const override;
-  [[nodiscard]] const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }
 
   TransferPtr sum(at::Tensor data) override;
   TransferPtr max(at::Tensor data) override;

@@ -63,6 +63,11 @@ class Communicator {
   /// `output` (n elements) becomes the sum over ranks of chunk rank() of `input` (size() * n elements).
   virtual TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) = 0;
 
+  /// Later collectives travel apart from those that others issue in the same group, where the backend can do that.
+  /// Collective, while no collective of this communicator is on its way.
+  /// @throws  a rank did not join in time.
+  virtual void isolate() {}
+
   /// Blocks until `wait_for(patience)` returns true: for waits that are not those of a Transfer.
   /// @throws lockstep::Error  `timeout` has passed.
   virtual void outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for);

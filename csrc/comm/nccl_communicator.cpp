@@ -16,6 +16,7 @@
 #include "comm/flights.h"
 #include "comm/nccl_handle.h"
 #include "comm/nccl_watchdog.h"
+#include "comm/sparse_sum.h"
 #include "core/error.h"
 
 namespace lockstep {
@@ -118,7 +119,7 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] std::string name() const override { return "nccl"; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
 
-  TransferPtr sum(at::Tensor data) override { return reduce("all-reduce", std::span(&data, 1), ncclSum); }
+  TransferPtr sum(at::Tensor data) override;
   TransferPtr max(at::Tensor data) override { return reduce("all-reduce (max)", std::span(&data, 1), ncclMax); }
   TransferPtr sum_all(std::span<const at::Tensor> tensors) override {
     return reduce("grouped all-reduce", tensors, ncclSum);
@@ -150,6 +151,7 @@ class NcclCommunicator final : public Communicator {
   EventPool events_;
   cudaEvent_t fork_;  // what the communication stream waits for at a call
   std::timed_mutex calls_;
+  bool was_captured_ = false;  // a graph may hold the communicator
   std::optional<NcclWatchdog> watchdog_;
 };
 
@@ -165,7 +167,7 @@ NcclCommunicator::~NcclCommunicator() {
     oldest = log_->oldest();
   }
   if (oldest.state == Flight::State::kLanded) {
-    handle_.close();
+    handle_.close(was_captured_ ? NcclHandle::Farewell::kLeave : NcclHandle::Farewell::kWait);
     return;
   }
   log_->fail_all(coded(Code::kAborted, fmt::format("[rank {}] the NCCL communicator was destroyed while {} was on its "
@@ -245,6 +247,10 @@ TransferPtr NcclCommunicator::issue(const char* collective, std::vector<at::Tens
   const std::lock_guard alone(calls_);
   log_->throw_if_failed();
   FlightPtr flight = log_->board(collective, bytes);
+  if (capture != cudaStreamCaptureStatusNone) {  // its event will say nothing outside of the graph
+    log_->forget(flight);
+    was_captured_ = true;
+  }
   try {
     C10_CUDA_CHECK(cudaEventRecord(fork_, current));
     C10_CUDA_CHECK(cudaStreamWaitEvent(stream_, fork_));
@@ -257,7 +263,6 @@ TransferPtr NcclCommunicator::issue(const char* collective, std::vector<at::Tens
     log_->forget(flight);
     throw;
   }
-  if (capture != cudaStreamCaptureStatusNone) log_->forget(flight);  // its event says nothing outside of the graph
   return std::make_unique<NcclTransfer>(log_, std::move(flight), std::move(tensors), current, stream_);
 }
 
@@ -277,6 +282,14 @@ TransferPtr NcclCommunicator::reduce(const char* collective, std::span<const at:
     }
     return result;
   });
+}
+
+TransferPtr NcclCommunicator::sum(at::Tensor data) {
+  if (data.is_sparse()) {
+    sum_sparse(*this, std::move(data));
+    return std::make_unique<Done>();
+  }
+  return reduce("all-reduce", std::span(&data, 1), ncclSum);
 }
 
 TransferPtr NcclCommunicator::broadcast(at::Tensor data, int root) {

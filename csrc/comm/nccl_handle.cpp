@@ -165,9 +165,10 @@ ncclResult_t NcclHandle::async_error() const {
   return asked != ncclSuccess ? asked : state;
 }
 
-void NcclHandle::close() {
+void NcclHandle::close(Farewell farewell) {
+  const std::chrono::seconds patience = farewell == Farewell::kWait ? kNcclFarewell : std::chrono::seconds(0);
   for (Owned* owned : {&comm_, &joined_}) {
-    if (*owned) run_within(kNcclFarewell, [comm = owned->release()] { (void)ncclCommDestroy(comm); });
+    if (*owned) run_within(patience, [comm = owned->release()] { (void)ncclCommDestroy(comm); });
   }
 }
 

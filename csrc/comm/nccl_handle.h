@@ -31,8 +31,12 @@ class NcclHandle {
   /// background, which only happens when NCCL_COMM_BLOCKING=0 forbids blocking. One thread at a time may ask.
   [[nodiscard]] ncclResult_t async_error() const;
 
+  enum class Farewell {
+    kWait,   ///< Up to kNcclFarewell.
+    kLeave,  ///< NCCL frees it when the CUDA graphs that it was captured into are gone, which nobody waits for.
+  };
   /// Frees the communicator, on which nothing is on its way. Not to be used afterwards.
-  void close();
+  void close(Farewell farewell);
   /// Ends what is on its way, wherever it stands, and frees the communicator. Not to be used afterwards. A caller that
   /// is inside NCCL at this moment comes back with an error.
   void abort();

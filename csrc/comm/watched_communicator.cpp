@@ -12,19 +12,20 @@ namespace {
 
 constexpr std::chrono::milliseconds kPatience{100};
 
-/// Runs `wait`, and has the monitor explain its failure.
+/// Runs `wait`, and has the monitor, if there is one, explain its failure.
 template <typename Wait>
-void explaining(Monitor& monitor, const Wait& wait) {
+void explaining(Monitor* monitor, const Wait& wait) {
+  if (monitor == nullptr) return wait();
   try {
     wait();
   } catch (const Error&) {
     throw;
   } catch (c10::Error& error) {
-    const std::string cause = monitor.explain_failure(error.what_without_backtrace());
+    const std::string cause = monitor->explain_failure(error.what_without_backtrace());
     if (!cause.empty()) error.add_context(cause);
     throw;
   } catch (const std::runtime_error& error) {  // gloo's own kind; hooks written in Python raise others
-    const std::string cause = monitor.explain_failure(error.what());
+    const std::string cause = monitor->explain_failure(error.what());
     if (cause.empty()) throw;
     throw PeerError(coded(Code::kReductionFailed, std::string(error.what()) + " " + cause));
   }
@@ -36,7 +37,7 @@ class WatchedTransfer final : public Transfer {
       : inner_(std::move(inner)), monitor_(std::move(monitor)) {}
 
   void wait() override {
-    explaining(*monitor_, [this] {
+    explaining(monitor_.get(), [this] {
       while (!inner_->wait_for(kPatience)) monitor_->raise_if_hopeless();
     });
   }
@@ -49,8 +50,8 @@ class WatchedTransfer final : public Transfer {
 
 class WatchedCommunicator final : public Communicator {
  public:
-  WatchedCommunicator(std::shared_ptr<Communicator> inner, std::shared_ptr<Monitor> monitor)
-      : inner_(std::move(inner)), monitor_(std::move(monitor)) {}
+  WatchedCommunicator(std::shared_ptr<Communicator> inner, std::shared_ptr<Monitor> monitor, MakeOwn make_own)
+      : inner_(std::move(inner)), monitor_(std::move(monitor)), make_own_(std::move(make_own)) {}
 
   [[nodiscard]] int rank() const override { return inner_->rank(); }
   [[nodiscard]] int size() const override { return inner_->size(); }
@@ -70,11 +71,18 @@ class WatchedCommunicator final : public Communicator {
   TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override {
     return watch(inner_->reduce_scatter(std::move(output), std::move(input)));
   }
+  void isolate() override {
+    if (!make_own_) return;
+    explaining(monitor_.get(), [this] {
+      if (auto own = make_own_()) inner_ = std::move(own);
+    });
+    make_own_ = nullptr;
+  }
   void outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for) override {
-    explaining(*monitor_, [&] {
+    explaining(monitor_.get(), [&] {
       Communicator::outwait([&](std::chrono::milliseconds patience) {
         const bool done = wait_for(patience);
-        if (!done) monitor_->raise_if_hopeless();
+        if (!done && monitor_) monitor_->raise_if_hopeless();
         return done;
       });
     });
@@ -83,27 +91,36 @@ class WatchedCommunicator final : public Communicator {
   [[nodiscard]] std::shared_ptr<Monitor> monitor() const override { return monitor_; }
 
  private:
-  TransferPtr watch(TransferPtr transfer) { return std::make_unique<WatchedTransfer>(std::move(transfer), monitor_); }
+  TransferPtr watch(TransferPtr transfer) {
+    return monitor_ ? std::make_unique<WatchedTransfer>(std::move(transfer), monitor_) : std::move(transfer);
+  }
 
   std::shared_ptr<Communicator> inner_;
   std::shared_ptr<Monitor> monitor_;
+  MakeOwn make_own_;
 };
 
 }  // namespace
 
-std::shared_ptr<Communicator> watched(std::shared_ptr<Communicator> inner, std::shared_ptr<Monitor> monitor) {
-  if (!monitor) return inner;
-  return std::make_shared<WatchedCommunicator>(std::move(inner), std::move(monitor));
+std::shared_ptr<Communicator> watched(std::shared_ptr<Communicator> inner, std::shared_ptr<Monitor> monitor,
+                                      MakeOwn make_own) {
+  if (!monitor && !make_own) return inner;
+  return std::make_shared<WatchedCommunicator>(std::move(inner), std::move(monitor), std::move(make_own));
 }
 
 std::shared_ptr<Communicator> make_watched_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                                        const std::shared_ptr<Progress>& progress,
-                                                        std::chrono::milliseconds threshold) {
+                                                        const std::shared_ptr<Progress>& progress, at::Device device,
+                                                        const WatchOptions& options) {
   auto inner = std::make_shared<C10dCommunicator>(group);
-  if (threshold.count() <= 0 || inner->size() == 1) return inner;
-  const auto store = monitor_store(group->getStore(), group->getGroupName(), inner->rank());
-  if (!store) return inner;
-  return watched(inner, std::make_shared<Monitor>(store, inner->rank(), inner->size(), progress, threshold));
+  if (inner->size() == 1) return inner;
+  std::shared_ptr<Monitor> monitor;
+  if (options.threshold.count() > 0) {
+    if (const auto store = monitor_store(group->getStore(), group->getGroupName(), inner->rank())) {
+      monitor = std::make_shared<Monitor>(store, inner->rank(), inner->size(), progress, options.threshold);
+    }
+  }
+  return watched(inner, std::move(monitor),
+                 [group, kind = options.kind, device] { return make_own_communicator(group, kind, device); });
 }
 
 }  // namespace lockstep

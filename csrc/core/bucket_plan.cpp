@@ -92,9 +92,11 @@ BucketPlan::BucketPlan(std::span<const ParamSpec> params, std::vector<BucketGrou
         throw std::invalid_argument(
             fmt::format("parameter {} makes bucket {} larger than 2^63 - 1 bytes", index(id), number));
       }
-      slots_[index(id)] = Slot{.bucket = bucket_id(number), .offset = bucket.numel, .numel = numel};
+      // No gap behind the last slot: a bucket of one gradient is as long as the gradient.
+      const int64_t offset = round_up(bucket.numel, alignment);
+      slots_[index(id)] = Slot{.bucket = bucket_id(number), .offset = offset, .numel = numel};
       bucket.payload_numel += numel;
-      if (!bucket.sparse) bucket.numel = round_up(bucket.numel + numel, alignment);
+      if (!bucket.sparse) bucket.numel = offset + numel;
     }
     bucket.params = std::move(group.params);
     buckets_.push_back(std::move(bucket));

@@ -113,6 +113,14 @@ void check_permutation(std::span<const ParamId> arrival, size_t num_params) {
 
 }  // namespace
 
+BucketLimits chosen_limits(int64_t total_bytes) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  constexpr int64_t kLeast = 25 * kMiB;
+  constexpr int64_t kMost = 100 * kMiB;
+  if (total_bytes <= 4 * kLeast) return {kMiB, kLeast};
+  return {std::clamp(total_bytes / 4, kLeast, kMost)};
+}
+
 std::vector<BucketGroup> group_by_registration(std::span<const ParamSpec> params, const BucketLimits& limits) {
   check_limits(limits);
   std::vector<ParamId> order(params.size());

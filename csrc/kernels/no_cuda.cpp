@@ -1,5 +1,6 @@
 // The CUDA half of the kernels in a build without CUDA: the same symbols, and one clear sentence.
 #include "core/error.h"
+#include "kernels/capture.h"
 #include "kernels/pack.h"
 
 namespace lockstep::cuda {
@@ -16,5 +17,6 @@ namespace {
 
 void pack(const at::Tensor& bucket, std::span<const Segment> /*segments*/, double /*scale*/) { refuse(bucket); }
 void unpack(const at::Tensor& bucket, std::span<const Segment> /*segments*/) { refuse(bucket); }
+bool is_capturing(at::Device /*device*/) { return false; }
 
 }  // namespace lockstep::cuda

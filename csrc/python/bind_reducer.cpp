@@ -19,7 +19,7 @@ std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vecto
                                       std::vector<bool> sparse, const Group& group, GraphKind graph,
                                       bool gradient_as_bucket_view, BucketLimits first_limits, BucketLimits limits,
                                       bool lazy_buckets, bool skip_unused_buckets, bool strict, bool uneven_forwards,
-                                      int64_t stall_threshold_ms) {
+                                      int64_t stall_threshold_ms, const std::string& communicator) {
   ReducerOptions options{.graph = graph,
                          .placement = gradient_as_bucket_view ? GradPlacement::kBucketView : GradPlacement::kOwnMemory,
                          .lifetime = lazy_buckets ? BucketLifetime::kStep : BucketLifetime::kTraining,
@@ -29,9 +29,19 @@ std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vecto
                          .first_limits = std::move(first_limits),
                          .limits = std::move(limits)};
   auto progress = std::make_shared<Progress>();
-  auto comm = make_watched_communicator(group, progress, std::chrono::milliseconds(stall_threshold_ms));
+  const at::Device device = params.empty() ? at::Device(at::kCPU) : params.front().device();
+  auto comm = make_watched_communicator(
+      group, progress, device,
+      {.threshold = std::chrono::milliseconds(stall_threshold_ms), .kind = communicator_kind(communicator)});
   return std::make_shared<Replica>(ParamList{std::move(params), std::move(names), std::move(sparse)}, std::move(comm),
                                    std::move(options), std::move(progress));
+}
+
+/// @throws std::out_of_range  Python sees an IndexError.
+ParamId known(Replica& replica, size_t i) {
+  const size_t count = replica.reducer().params().size();
+  if (i >= count) throw std::out_of_range(fmt::format("there is no parameter {}, only {} parameters", i, count));
+  return param_id(i);
 }
 
 /// Answers with the sum that `work` leaves in its one-element result.
@@ -69,10 +79,12 @@ void bind_reducer(py::module_& m) {
       .def(py::init(&make_replica), py::arg("params"), py::arg("names"), py::arg("expect_sparse_gradients"),
            py::arg("process_group"), py::arg("graph"), py::arg("gradient_as_bucket_view"), py::arg("first_limits"),
            py::arg("limits"), py::arg("lazy_buckets"), py::arg("skip_unused_buckets"), py::arg("strict"),
-           py::arg("uneven_forwards"), py::arg("stall_threshold_ms"), NoGil(),
+           py::arg("uneven_forwards"), py::arg("stall_threshold_ms"), py::arg("communicator"), NoGil(),
            "Limits are in bytes. Not collective. No monitor with a threshold of 0.")
       .def("verify_same_model", &Replica::verify_same_model, NoGil(),
            "Raises RuntimeError on every rank when the ranks wrap different models. Collective.")
+      .def("isolate", &Replica::isolate, NoGil(),
+           "Moves to connections that only this replica uses, where there are any. Collective.")
       .def("copy_from", &Replica::copy_from, py::arg("tensors"), py::arg("chunk_bytes"), py::arg("root"), NoGil(),
            "Overwrites the tensors by those of rank `root`. Collective.")
       .def(
@@ -81,12 +93,13 @@ void bind_reducer(py::module_& m) {
           py::arg("name"), NoGil(), "Selects a hook of the engine by name. Between steps only.")
       .def(
           "set_python_hook",
-          [](Replica& self, py::object state, py::object hook, std::string name) {
-            auto adapter = make_python_hook(std::move(state), std::move(hook), std::move(name));
+          [](Replica& self, py::object state, py::object hook, std::string name, std::vector<Group> groups) {
+            auto adapter = make_python_hook(std::move(state), std::move(hook), std::move(name), std::move(groups));
             const py::gil_scoped_release no_gil;
             self.reducer().set_hook(std::move(adapter));
           },
-          py::arg("state"), py::arg("hook"), py::arg("name"), "Selects a hook written for torch. Between steps only.")
+          py::arg("state"), py::arg("hook"), py::arg("name"), py::arg("groups") = std::vector<Group>(),
+          "Selects a hook written for torch. `groups`: those that it may use and that count their collectives.")
       .def("prepare_for_forward", &Replica::count_forward, NoGil(), "Counts a forward that is to be reduced.")
       .def(
           "_rebuild_buckets", [](Replica& self) { return self.reducer().begin_step(); }, NoGil(),
@@ -103,6 +116,9 @@ void bind_reducer(py::module_& m) {
           py::arg("output"), NoGil())
       .def(
           "_set_static_graph", [](Replica& self) { self.reducer().set_static_graph(); }, NoGil())
+      .def(
+          "_ddp_graph_static", [](Replica& self) { return self.reducer().graph_has_been_static(); }, NoGil(),
+          "False once this rank has used other parameters in one reduced step than in the one before.")
       .def(
           "_set_manual_finalization_required",
           [](Replica& self, bool required) { self.reducer().set_manual_finalization(required); }, py::arg("required"),
@@ -129,7 +145,7 @@ void bind_reducer(py::module_& m) {
           py::arg("work"), py::arg("use_static_world_size"), NoGil(),
           "`work` counts the ranks that still have data; gradients are divided by it, or by all ranks.")
       .def(
-          "_autograd_hook", [](Replica& self, size_t i) { self.reducer().on_grad_ready(param_id(i)); },
+          "_autograd_hook", [](Replica& self, size_t i) { self.reducer().on_grad_ready(known(self, i)); },
           py::arg("index"), NoGil(), "The gradient of this parameter is there, as if autograd had said so.")
       .def(
           "_set_optimizer_in_backward", [](Replica& self) { self.reducer().leave_gradients_to_hook(); }, NoGil())
@@ -147,8 +163,9 @@ void bind_reducer(py::module_& m) {
       .def(
           "reset",
           [](Replica& self, const Group& group, int64_t stall_threshold_ms) {
-            self.reset(
-                make_watched_communicator(group, self.progress(), std::chrono::milliseconds(stall_threshold_ms)));
+            self.reset(make_watched_communicator(group, self.progress(),
+                                                 self.reducer().params().tensors.front().device(),
+                                                 {.threshold = std::chrono::milliseconds(stall_threshold_ms)}));
           },
           py::arg("process_group"), py::arg("stall_threshold_ms"), NoGil(), "Moves to another group.")
       .def(

@@ -41,10 +41,17 @@ bool comes_from_the_wire(const std::string& text) {
 
 class PendingFuture final : public PendingMean {
  public:
-  PendingFuture(FuturePtr future, at::Tensor memory, std::string where, Communicator& comm)
-      : future_(std::move(future)), memory_(std::move(memory)), where_(std::move(where)), comm_(&comm) {
+  PendingFuture(FuturePtr future, at::Tensor memory, std::string where, Communicator& comm,
+                std::shared_ptr<CallbackOrder> order)
+      : future_(std::move(future)),
+        memory_(std::move(memory)),
+        where_(std::move(where)),
+        comm_(&comm),
+        order_(std::move(order)) {
     future_->addCallback([gate = gate_](c10::ivalue::Future&) { gate->open(); }, /*uses_future=*/false);
   }
+
+  [[nodiscard]] const std::shared_ptr<Gate>& gate() const { return gate_; }
 
   at::Tensor wait() override {
     await();  // for a device: the current stream waits
@@ -69,6 +76,7 @@ class PendingFuture final : public PendingMean {
         if (future_->hasError() && comes_from_the_wire(future_->tryRetrieveErrorMessage())) future_->waitAndThrow();
         return true;
       });
+      order_->on_done();
       future_->waitAndThrow();
     } catch (const PeerError&) {
       throw;
@@ -94,6 +102,7 @@ class PendingFuture final : public PendingMean {
   at::Tensor memory_;
   std::string where_;
   Communicator* comm_;
+  std::shared_ptr<CallbackOrder> order_;
   std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
 };
 
@@ -107,8 +116,11 @@ c10d::GradBucket as_torch_bucket(const GradBucket& bucket) {
 
 class PythonHook final : public CommHook {
  public:
-  PythonHook(py::object state, py::object hook, std::string name)
-      : state_(std::move(state)), hook_(std::move(hook)), name_(std::move(name)) {}
+  PythonHook(py::object state, py::object hook, std::string name, std::vector<CallbackOrder::Group> groups)
+      : state_(std::move(state)),
+        hook_(std::move(hook)),
+        name_(std::move(name)),
+        order_(std::make_shared<CallbackOrder>(std::move(groups))) {}
 
   ~PythonHook() override {
     const py::gil_scoped_acquire gil;
@@ -118,10 +130,13 @@ class PythonHook final : public CommHook {
 
   [[nodiscard]] std::string name() const override { return name_; }
   [[nodiscard]] int64_t slot_alignment() const override { return 1; }
-  [[nodiscard]] bool communicates_later() const override { return true; }
+  [[nodiscard]] bool communicates_later() const override { return order_->one_at_a_time(); }
 
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
     std::string where = fmt::format("the comm hook '{}', called for {},", name_, bucket.describe());
+    if (bucket.id == BucketId{0}) order_->on_pass();
+    const bool on_host = bucket.memory.is_cpu();
+    if (on_host && order_->one_at_a_time()) await_last(comm);
     const py::gil_scoped_acquire gil;
     py::object result;
     try {
@@ -134,14 +149,28 @@ class PythonHook final : public CommHook {
     }
     // torch.futures.Future, or the class that it extends.
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
-      fail(Code::kHookResult, "{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
-           std::string(py::str(result)).substr(0, 100), std::string(py::str(py::type::of(result))));
+      // Torch raises a ValueError.
+      TORCH_CHECK_VALUE(
+          false,
+          coded(Code::kHookResult,
+                fmt::format("{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
+                            std::string(py::str(result)).substr(0, 100), std::string(py::str(py::type::of(result))))));
     }
+    if (on_host) order_->on_started();
     auto future = result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
-    return std::make_unique<PendingFuture>(std::move(future), bucket.memory, std::move(where), comm);
+    auto pending = std::make_unique<PendingFuture>(std::move(future), bucket.memory, std::move(where), comm, order_);
+    last_ = pending->gate();
+    return pending;
   }
 
  private:
+  void await_last(Communicator& comm) {
+    if (!last_) return;
+    comm.outwait([this](std::chrono::milliseconds patience) { return last_->wait_for(patience); });
+    order_->on_done();
+    last_.reset();
+  }
+
   /// Why a collective that the hook waited for has failed, as far as the monitor knows; may take seconds.
   static std::string cause_elsewhere(const std::string& text, const Communicator& comm) {
     const auto monitor = comm.monitor();
@@ -153,12 +182,15 @@ class PythonHook final : public CommHook {
   py::object state_;
   py::object hook_;
   std::string name_;
+  std::shared_ptr<CallbackOrder> order_;
+  std::shared_ptr<Gate> last_;  // of the bucket before
 };
 
 }  // namespace
 
-std::unique_ptr<CommHook> make_python_hook(py::object state, py::object hook, std::string name) {
-  return std::make_unique<PythonHook>(std::move(state), std::move(hook), std::move(name));
+std::unique_ptr<CommHook> make_python_hook(py::object state, py::object hook, std::string name,
+                                           std::vector<CallbackOrder::Group> groups) {
+  return std::make_unique<PythonHook>(std::move(state), std::move(hook), std::move(name), std::move(groups));
 }
 
 }  // namespace lockstep::python

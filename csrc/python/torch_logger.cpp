@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <set>
 
@@ -13,7 +14,20 @@ namespace {
 /// In steps; the first ones are always sampled.
 constexpr int64_t kAlwaysSampled = 10;
 
+/// The base class prints what it knows: its own scalar. In this scope it prints nothing.
+class QuietBase {
+ public:
+  QuietBase() : level_(c10d::debug_level()) { c10d::setDebugLevel(c10d::DebugLevel::Off); }
+  ~QuietBase() { c10d::setDebugLevel(level_); }
+  QuietBase(const QuietBase&) = delete;
+  QuietBase& operator=(const QuietBase&) = delete;
+
+ private:
+  c10d::DebugLevel level_;
+};
+
 std::shared_ptr<c10d::Reducer> scalar_reducer(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+  const QuietBase quiet;
   const at::Tensor scalar = at::zeros({1}).set_requires_grad(true);
   return std::make_shared<c10d::Reducer>(std::vector<at::Tensor>{scalar}, std::vector<std::vector<size_t>>{{0}}, group,
                                          std::vector<bool>{false}, c10d::kDefaultBucketBytesCap, false, false,
@@ -51,6 +65,32 @@ TorchLogger::TorchLogger(std::shared_ptr<Replica> replica, const c10::intrusive_
 
 TorchLogger::~TorchLogger() noexcept(false) { replica_->reducer().set_error_observer(nullptr); }
 
+void TorchLogger::describe_construction(const std::string& module_name, const std::vector<int>& device_ids,
+                                        int output_device, bool broadcast_buffers, bool has_sync_bn,
+                                        bool static_graph) {
+  {
+    const QuietBase quiet;
+    set_construction_data_and_log(module_name, device_ids, output_device, broadcast_buffers, has_sync_bn, static_graph);
+  }
+  if (c10d::debug_level() == c10d::DebugLevel::Off) return;
+  const at::DDPLoggingData facts = data();
+  std::set<std::string> lines;
+  for (const auto& [name, value] : facts.ints_map) lines.insert(fmt::format("{}: {}", name, value));
+  for (const auto& [name, value] : facts.strs_map) lines.insert(fmt::format("{}: {}", name, value));
+  LOG(INFO) << fmt::format("[Rank {}]: DDP Initialized with: \n{}", replica_->communicator().rank(),
+                           joined(lines, "\n"));
+}
+
+void TorchLogger::print_averages() {
+  if (c10d::debug_level() != c10d::DebugLevel::Detail) return;
+  LOG(INFO) << fmt::format(
+      "[Rank {} / {}] [before iteration {}] unused_parameter_size={}\n Avg forward compute time: {}\n Avg backward "
+      "compute time: {}\n Avg backward comm. time: {}\n Avg backward comm/comp overlap time: {}",
+      replica_->communicator().rank(), replica_->communicator().size(), numbers_["iteration"],
+      numbers_["unused_parameter_size"], numbers_["avg_forward_compute_time"], numbers_["avg_backward_compute_time"],
+      numbers_["avg_backward_comm_time"], numbers_["avg_backward_compute_comm_overlap_time"]);
+}
+
 void TorchLogger::sample_last_step() {
   const int64_t forwards = replica_->forwards();
   const bool sampled = forwards > 0 && (forwards <= kAlwaysSampled || forwards % sample_rate_ == 0);
@@ -59,6 +99,7 @@ void TorchLogger::sample_last_step() {
   numbers_["iteration"] = forwards;
   sample_buckets();
   sample_times();
+  print_averages();
 }
 
 void TorchLogger::sample_buckets() {
@@ -99,6 +140,7 @@ at::DDPLoggingData TorchLogger::data() {
   const bool failed = data.ints_map.contains("has_error");
   for (const auto& [name, value] : strings_) data.strs_map[name] = value;
   for (const auto& [name, value] : numbers_) data.ints_map[name] = value;
+  if (const auto can_set = replica_->reducer().can_set_static_graph()) data.ints_map["can_set_static_graph"] = *can_set;
   if (failed) data.ints_map["iteration"] = replica_->forwards();
   return data;
 }
@@ -113,6 +155,8 @@ void bind_logger(py::module_& m) {
            }),
            py::arg("reducer"), py::arg("process_group"), py::arg("bucket_cap_bytes"), py::arg("find_unused_parameters"),
            py::arg("gradient_as_bucket_view"), py::call_guard<py::gil_scoped_release>())
+      .def("set_construction_data_and_log", &TorchLogger::describe_construction,
+           py::call_guard<py::gil_scoped_release>(), "What the wrapper was built with.")
       .def("set_runtime_stats_and_log", &TorchLogger::sample_last_step, py::call_guard<py::gil_scoped_release>(),
            "Samples the last step where torch would.")
       .def("set_sample_rate", &TorchLogger::set_sample_rate, py::arg("rate"), "In steps.")

@@ -26,8 +26,12 @@ class TorchLogger final : public c10d::Logger {
               ConstructionFacts facts);
   ~TorchLogger() noexcept(false);
 
+  /// Keeps what the wrapper was built with; from TORCH_DISTRIBUTED_DEBUG=INFO on, prints all of it.
+  void describe_construction(const std::string& module_name, const std::vector<int>& device_ids, int output_device,
+                             bool broadcast_buffers, bool has_sync_bn, bool static_graph);
+
   /// Samples the last step, as torch does: in steps 1 to 10, then at multiples of the sample rate. Called before each
-  /// synchronised forward.
+  /// synchronised forward. With TORCH_DISTRIBUTED_DEBUG=DETAIL, prints the averages.
   void sample_last_step();
   void set_sample_rate(int64_t rate) { sample_rate_ = rate; }
 
@@ -37,6 +41,7 @@ class TorchLogger final : public c10d::Logger {
  private:
   void sample_times();
   void sample_buckets();
+  void print_averages();
 
   std::shared_ptr<Replica> replica_;
   ConstructionFacts facts_;

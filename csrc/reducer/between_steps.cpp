@@ -1,5 +1,6 @@
 // What the reducer does between steps: construction, new plans and hooks, other sets of ranks, explicit reductions.
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <utility>
@@ -13,6 +14,8 @@
 
 namespace lockstep {
 namespace {
+
+constexpr const char* kSearchEvent = "torch.distributed.ddp.reducer::search_unused_parameters";
 
 ParamList checked(ParamList params) {
   if (params.tensors.empty()) {
@@ -98,6 +101,9 @@ bool Reducer::begin_step() {
 void Reducer::expect_backward(std::span<const at::Tensor> outputs) {
   const std::lock_guard lock(mutex_);
   if (phase_ == Phase::kIdle || phase_ == Phase::kAccumulating) phase_ = Phase::kArmed;
+  std::optional<at::RecordFunction> event;  // what stands here for torch's search has its name in profiles
+  if (options_.graph == GraphKind::kDynamic) event.emplace(at::RecordScope::FUNCTION);
+  if (event && event->isActive()) event->before(kSearchEvent);
   watch_outputs(outputs, weak_from_this());
   outputs_.add(outputs);
   progress_->enter(Stage::kBeforeBackward);
@@ -116,6 +122,7 @@ void Reducer::note_sync_switch(bool reduces) {
 
 void Reducer::expect_unused(std::span<const ParamId> ids) {
   const std::lock_guard lock(mutex_);
+  if (usage_reading() == Reading::kLater) return;
   for (const ParamId id : ids) usage_.hint_unused(id);
 }
 
@@ -218,8 +225,8 @@ void Reducer::shadow_step() {
     if (!is_empty(id)) transfers.push_back(send_stand_in(id, 0.0));
   }
   if (exchanges_usage()) usage_.start_exchange(*comm_, device());
-  check_guard();
-  if (exchanges_usage()) usage_.finish_exchange();
+  check_guard(reading());
+  if (exchanges_usage()) usage_.finish_exchange(*comm_, usage_reading());
   for (const InFlight& transfer : transfers) {
     const at::Tensor mean = transfer.mean->wait();
     if (options_.graph == GraphKind::kDynamic && usage_.anyone_late()) {

@@ -164,13 +164,13 @@ PassWord Reducer::pass_word(bool joined) const {
 }
 
 void Reducer::start_guard(bool joined) {
-  if (guard_passed_ || guard_.started()) return;
+  if (guard_passed_ || guard_.started() || buffers_.are_captured()) return;
   const PassWord word = pass_word(joined);
   guard_.start(*comm_, word, device());
   // Buckets of another size than the other ranks' must not leave: some groups abort the process over them.
   const std::array<uint64_t, 3> sizes{static_cast<uint64_t>(word.mode), word.plan, word.hook};
   if (sizes == agreed_sizes_) return;
-  check_guard();
+  check_guard(Reading::kNow);
   agreed_sizes_ = sizes;
   guard_passed_ = true;
 }
@@ -181,11 +181,11 @@ void Reducer::give_up(const PeerError& error) {
   progress_->give_up(unusable_);
 }
 
-void Reducer::check_guard() {
+void Reducer::check_guard(Reading reading) {
   if (std::exchange(guard_passed_, false)) return;
   Guard::Finding finding;
   try {
-    finding = guard_.finish();
+    finding = guard_.finish(*comm_, reading);
   } catch (const PeerError& error) {
     give_up(error);
     throw;
@@ -196,10 +196,16 @@ void Reducer::check_guard() {
 
 void Reducer::raise_disagreement(const Guard::Finding& finding) {
   if (finding.text.empty()) return;
-  const std::string text = fmt::format(
-      "the ranks do not agree on what to reduce in this backward: {}. Nothing was published; gradients of this step "
-      "are those of each rank alone.",
-      finding.text);
+  const std::string text =
+      finding.is_late
+          ? fmt::format(
+                "the ranks did not agree on what to reduce in the backward before this one: {}. The gradients "
+                "of that step were wrong: go back to a checkpoint from before it.",
+                finding.text)
+          : fmt::format(
+                "the ranks do not agree on what to reduce in this backward: {}. Nothing was published; "
+                "gradients of this step are those of each rank alone.",
+                finding.text);
   if (finding.sizes_may_differ) {
     unusable_ = text;
     in_flight_.clear();  // they may never end

@@ -1,7 +1,10 @@
 #include "reducer/guard.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <fmt/format.h>
+
+#include <utility>
 
 namespace lockstep {
 namespace {
@@ -56,31 +59,9 @@ std::string difference(size_t field, int64_t low, int64_t low_rank, int64_t high
   }
 }
 
-}  // namespace
-
-void Guard::start(Communicator& comm, const PassWord& word, at::Device device) {
-  if (transfer_ || comm.size() == 1) return;
-  const int64_t rank = comm.rank();
-  at::Tensor numbers = at::empty({1 + 2 * kFields}, at::dtype(at::kLong));
-  auto* out = numbers.mutable_data_ptr<int64_t>();
-  out[0] = kIsMaximum;
-  const auto mine = fields(word);
-  for (size_t i = 0; i < kFields; ++i) {
-    const bool any = mine[i] == PassWord::kAny;
-    out[1 + i] = any ? kLowest : mine[i] * kRanks + rank;
-    out[1 + kFields + i] = any ? kLowest : -mine[i] * kRanks + rank;
-  }
-  exchange_ = numbers.to(device);
-  transfer_ = comm.max(exchange_);
-}
-
-Guard::Finding Guard::finish() {
-  if (!transfer_) return {};
-  const TransferPtr transfer = std::move(transfer_);
-  transfer->wait();
-  const at::Tensor numbers = exchange_.to(at::kCPU);
+Guard::Finding compared(const at::Tensor& numbers) {
   const auto* in = numbers.const_data_ptr<int64_t>();
-  Finding finding;
+  Guard::Finding finding;
   if (in[0] != kIsMaximum) return finding;
   for (size_t i = 0; i < kFields; ++i) {
     const int64_t highest = in[1 + i];
@@ -98,9 +79,44 @@ Guard::Finding Guard::finish() {
   return finding;
 }
 
+}  // namespace
+
+void Guard::start(Communicator& comm, const PassWord& word, at::Device device) {
+  if (transfer_ || comm.size() == 1) return;
+  const int64_t rank = comm.rank();
+  const at::Tensor numbers = staging(1 + 2 * kFields, at::kLong, device);
+  auto* out = numbers.mutable_data_ptr<int64_t>();
+  out[0] = kIsMaximum;
+  const auto mine = fields(word);
+  for (size_t i = 0; i < kFields; ++i) {
+    const bool any = mine[i] == PassWord::kAny;
+    out[1 + i] = any ? kLowest : mine[i] * kRanks + rank;
+    out[1 + kFields + i] = any ? kLowest : -mine[i] * kRanks + rank;
+  }
+  // Not one of the training's collectives: tools count those of a profile to find buckets and steps.
+  const at::DisableRecordFunctionGuard unrecorded;
+  exchange_ = sent_to(numbers, device);
+  transfer_ = comm.max(exchange_);
+}
+
+Guard::Finding Guard::finish(Communicator& comm, Reading reading) {
+  if (!transfer_) return {};
+  const at::DisableRecordFunctionGuard unrecorded;
+  std::exchange(transfer_, nullptr)->wait();
+  std::optional<HostCopy> earlier = std::exchange(unread_, HostCopy(exchange_));
+  Finding finding;
+  if (earlier) {
+    finding = compared(earlier->await(comm));
+    finding.is_late = true;
+  }
+  if (!finding.text.empty() || reading == Reading::kLater) return finding;
+  return compared(std::exchange(unread_, std::nullopt)->await(comm));
+}
+
 void Guard::reset() {
   transfer_.reset();
   exchange_.reset();
+  unread_.reset();
 }
 
 }  // namespace lockstep

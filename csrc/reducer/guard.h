@@ -5,9 +5,11 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "comm/communicator.h"
+#include "comm/host_copy.h"
 
 namespace lockstep {
 
@@ -26,7 +28,8 @@ struct PassWord {
 
 /// Agrees on a PassWord by one all-reduce of 13 numbers, which leaves before the first bucket and is awaited before the
 /// first mean: it comes through even when the buckets behind it do not fit together. Every rank learns of a difference,
-/// also one between two other ranks, because the maximum and the minimum over ranks travel, each with its rank.
+/// also one between two other ranks, because the maximum and the minimum over ranks travel, each with its rank. On a
+/// device the numbers of a pass are looked at in the next one, so that the host never waits for the device.
 class Guard {
  public:
   /// Collective. Nothing happens when it was started already in this pass.
@@ -37,16 +40,18 @@ class Guard {
   struct Finding {
     std::string text;               ///< What differs, equal on all ranks; empty: nothing.
     bool sizes_may_differ = false;  ///< The buckets of this pass do not fit together.
+    bool is_late = false;           ///< About the pass before this one, whose means have been published.
   };
-  /// Waits for the others.
-  Finding finish();
+  /// What the others say, `kNow` of this pass, or `kLater` of the one before; what is still to be read goes first.
+  Finding finish(Communicator& comm, Reading reading);
 
-  /// Forgets a pass that was not finished.
+  /// Forgets passes that were not finished or not read.
   void reset();
 
  private:
   at::Tensor exchange_;
   TransferPtr transfer_;
+  std::optional<HostCopy> unread_;
 };
 
 }  // namespace lockstep

@@ -61,6 +61,17 @@ int64_t Reducer::unused_bytes() {
   return bytes;
 }
 
+bool Reducer::graph_has_been_static() {
+  const std::lock_guard lock(mutex_);
+  return options_.graph != GraphKind::kDynamic || usage_.same_in_all_steps();
+}
+
+std::optional<bool> Reducer::can_set_static_graph() {
+  const std::lock_guard lock(mutex_);
+  if (options_.graph != GraphKind::kDynamic || num_reductions_ < 2) return std::nullopt;
+  return usage_.same_in_all_steps();
+}
+
 StepTimes Reducer::last_step_times() {
   const std::lock_guard lock(mutex_);
   return last_times_;

@@ -207,23 +207,25 @@ void Reducer::on_backward_ended(int backward) {
 
 void Reducer::finish() {
   progress_->enter(Stage::kBucketWait);
-  const bool exchanges = exchanges_usage();
+  // What the ranks agreed on in the step before a CUDA graph is captured holds for its replays.
+  const bool exchanges = exchanges_usage() && !buffers_.are_captured();
   // A hook that goes on communicating in callbacks would race with an exchange of ours: it must be done first.
   const bool hook_first = exchanges && hook_->communicates_later();
   if (exchanges && !hook_first) usage_.start_exchange(*comm_, device());
-  check_guard();
+  check_guard(reading());
   std::vector<std::pair<BucketId, at::Tensor>> means;
   if (hook_first) {
     take_means([&](BucketId id, at::Tensor mean) { means.emplace_back(id, std::move(mean)); });
     usage_.start_exchange(*comm_, device());
   }
-  if (exchanges) usage_.finish_exchange();
+  if (exchanges) usage_.finish_exchange(*comm_, usage_reading());
   for (const auto& [id, mean] : means) publish(id, mean);
   send_used_after_all();
   take_means([this](BucketId id, const at::Tensor& mean) { publish(id, mean); });
   times_.communication_end = StepTimes::now();
   for (const auto& wait : std::exchange(final_waits_, {})) wait();
   check_unused_option();
+  if (options_.graph == GraphKind::kDynamic) usage_.note_reduced();
   learn_from_pass();
   ++num_reductions_;
   end_pass();
@@ -276,7 +278,7 @@ void Reducer::recover() {
     threw_ = 1;
     if (compared_pass_ != passes_) {
       start_guard(false);
-      finding = guard_.finish();
+      finding = guard_.finish(*comm_, reading());
     }
     guard_passed_ = false;
   } catch (const std::exception&) {  // the same holds for what follows
@@ -300,7 +302,7 @@ void Reducer::recover() {
   try {
     if (exchanges_usage() && !usage_.exchange_started()) {
       usage_.start_exchange(*comm_, device());
-      usage_.finish_exchange();
+      usage_.finish_exchange(*comm_, Reading::kNow);
     }
   } catch (const std::exception&) {
   }

@@ -65,7 +65,8 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void sync_gradients();
 
   /// These parameters will probably not be used in the next backward (kDynamic only): their buckets need not wait. A
-  /// hint that turns out wrong costs a small reduction more and is reported.
+  /// hint that turns out wrong costs a small reduction more and is reported. On the host only: on a device the other
+  /// ranks would have to wait in each step to learn whether a hint was wrong, and hints are ignored.
   void expect_unused(std::span<const ParamId> ids);
 
   /// Parameters that do not require a gradient now; one that does later is an error at the next forward.
@@ -131,6 +132,11 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   [[nodiscard]] size_t num_sent_buckets();
   /// Bytes of parameters that no rank used in the last pass, as far as the kind of graph lets us know.
   [[nodiscard]] int64_t unused_bytes();
+  /// False once the set of parameters that this rank uses has changed between two reduced steps, which only kDynamic
+  /// allows: static_graph=True would not do for this model.
+  [[nodiscard]] bool graph_has_been_static();
+  /// The same, once there is evidence: nothing for other kinds of graph, or before two steps have been reduced.
+  [[nodiscard]] std::optional<bool> can_set_static_graph();
   [[nodiscard]] StepTimes last_step_times();
   [[nodiscard]] const ParamList& params() const { return params_; }
   [[nodiscard]] Communicator& communicator() const { return *comm_; }
@@ -199,7 +205,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void report_local_gradients();
   void check_unused_option();
   void start_guard(bool joined);
-  void check_guard();
+  void check_guard(Reading reading);
   void raise_disagreement(const Guard::Finding& finding);
   void adopt_plan(BucketPlan plan);
   void describe_plan();
@@ -208,6 +214,12 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void give_up(const PeerError& error);
   /// Where small exchanges happen: that of the first parameter.
   [[nodiscard]] at::Device device() const { return params_.tensors.front().device(); }
+  /// On a device the host must not wait for what the ranks say about each other.
+  [[nodiscard]] Reading reading() const { return device().is_cpu() ? Reading::kNow : Reading::kLater; }
+  /// Buckets to be left out are chosen before the next exchange; a static graph is recorded once.
+  [[nodiscard]] Reading usage_reading() const {
+    return options_.skip_unused_buckets || records_firings() ? Reading::kNow : reading();
+  }
   [[nodiscard]] PassWord pass_word(bool joined) const;
   [[nodiscard]] bool exchanges_usage() const { return records_firings() || options_.graph == GraphKind::kDynamic; }
   [[nodiscard]] bool records_firings() const { return options_.graph == GraphKind::kStatic && !firings_; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import warnings
@@ -13,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import _monitor, _parameters
+from lockstep._arguments import check_group
 from lockstep._codes import Code, tagged
 
 
@@ -114,7 +116,12 @@ class Extras:
     # ---- construction ----
 
     def _set_watch_options(
-        self, strict: bool, check_sync_every: int, stall_threshold: float | None, uneven_forwards: bool
+        self,
+        strict: bool,
+        check_sync_every: int,
+        stall_threshold: float | None,
+        uneven_forwards: bool,
+        communicator: str,
     ) -> None:
         if check_sync_every < 0:
             text = f"check_sync_every is a number of steps, 0 for never, but is {check_sync_every}"
@@ -124,10 +131,14 @@ class Extras:
         if not math.isfinite(stall_threshold) or stall_threshold < 0:
             text = f"stall_threshold is in seconds, 0 for no monitor, but is {stall_threshold}"
             raise ValueError(tagged(Code.BAD_OPTION, text))
+        if communicator not in ("auto", "group", "nccl"):
+            text = f"communicator must be 'auto', 'group' or 'nccl', but is {communicator!r}"
+            raise ValueError(tagged(Code.BAD_OPTION, text))
         self._strict = strict
         self._check_sync_every = check_sync_every
         self._stall_threshold = stall_threshold
         self._uneven_forwards = uneven_forwards
+        self._communicator = communicator
         self._reduced_forwards = 0
 
     def _start_watch(self, hooked: list[torch.nn.Parameter]) -> None:
@@ -288,6 +299,19 @@ class Extras:
                 "reduced; see `call`.)"
             )
             raise AttributeError(tagged(Code.NO_SUCH_ATTRIBUTE, text)) from None
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        if new_process_group != torch.distributed.GroupMember.NON_GROUP_MEMBER:  # that one leaves all as it is
+            check_group(new_process_group)
+        super()._update_process_group(new_process_group)
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        try:
+            super()._check_comm_hook(hook)
+        except KeyError:
+            parameters = ", ".join(inspect.signature(hook).parameters)
+            text = f"a comm hook takes (state, bucket), by these names, but this one takes ({parameters})"
+            raise KeyError(tagged(Code.BAD_ARGUMENT, text)) from None
 
     def _check_default_group(self) -> None:
         try:

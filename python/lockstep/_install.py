@@ -17,7 +17,8 @@ def install() -> None:
     """Replace ``torch.nn.parallel.DistributedDataParallel`` by Lockstep's class in every imported module.
 
     Modules imported later find Lockstep's class in torch. Models wrapped before keep torch's engine. Calling it twice
-    does no harm.
+    does no harm. ``torch.distributed.Reducer`` stays torch's: whoever builds a reducer by hand passes buckets of
+    torch's making and wants torch's engine.
 
     Example:
         >>> lockstep.install()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from lockstep import _C, _codes, _compat
+from lockstep._arguments import check_arguments
 from lockstep._buffers import Buffers, check_devices
 from lockstep._build_check import build_info
 from lockstep._codes import Code, tagged
 from lockstep._extras import Extras
+from lockstep._logger import make_logger
+from lockstep._mixed_precision import MixedPrecision, check_config, reduce_in
 from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
 
@@ -25,7 +28,7 @@ from lockstep._reducer import Reducer
 Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
 
-class DistributedDataParallel(Extras, Buffers, TorchDDP):
+class DistributedDataParallel(Extras, Buffers, MixedPrecision, TorchDDP):
     """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
 
     Takes the arguments of torch's class, of every supported version, and means the same by them. It is a subclass, so
@@ -38,6 +41,9 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         stall_threshold: in seconds. A rank that waits for the others longer than this prints who is missing. 0: no
             monitor. None: the environment variable LOCKSTEP_STALL_THRESHOLD, else 30.
         uneven_forwards: ranks may run different numbers of forwards between two reductions.
+        communicator: what carries the collectives. "auto": connections of our own for gloo, so that they cannot meet
+            collectives of yours in the same group; the group for NCCL. "group": the process group. "nccl": an NCCL
+            communicator of our own, called without c10d in between (CUDA only).
         allow_passthrough: a module without trainable parameters is wrapped too, and simply forwarded.
 
     Raises:
@@ -78,22 +84,24 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         check_sync_every: int = 0,
         stall_threshold: float | None = None,
         uneven_forwards: bool = False,
+        communicator: Literal["auto", "group", "nccl"] = "auto",
         allow_passthrough: bool = False,
     ) -> None:
-        _check_caps(bucket_cap_mb, bucket_cap_mb_list)
-        if mixed_precision is not None:
-            raise NotImplementedError(
-                tagged(
-                    Code.MIXED_PRECISION,
-                    "lockstep.DistributedDataParallel does not support torch's experimental `mixed_precision` "
-                    "argument. "
-                    "Use torch.autocast around forward, or a half-precision comm hook for half the bytes on the wire.",
-                )
-            )
+        check_arguments(
+            module,
+            device_ids,
+            process_group,
+            bucket_cap_mb,
+            delay_all_reduce_named_params,
+            param_to_hook_all_reduce,
+            device_mesh,
+            bucket_cap_mb_list,
+        )
+        check_config(mixed_precision, module)
         if self._passes_through(module, allow_passthrough):
             return
         check_devices(module, device_ids, output_device)
-        self._set_watch_options(strict, check_sync_every, stall_threshold, uneven_forwards)
+        self._set_watch_options(strict, check_sync_every, stall_threshold, uneven_forwards, communicator)
         # Torch would check and copy the model with its own collectives; `_ddp_init_helper` does it with ours.
         self._init_sync_due = init_sync
         self._init_sync_buffers = broadcast_buffers is not False
@@ -119,6 +127,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
             bucket_cap_mb_list=bucket_cap_mb_list,
             **_compat.buffer_keywords(broadcast_buffers, forward_sync_buffers),
         )
+        self._start_mixed_precision(mixed_precision)
 
     # ---- construction: torch calls these, and gets our engine ----
 
@@ -130,8 +139,11 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         static_graph: bool,
     ) -> None:
         self._check_device()
-        first_limits, limits = _compat.bucket_limits(self, static_graph)
         dynamic = self.find_unused_parameters and not static_graph
+        first_limits, limits = _compat.bucket_limits(self, static_graph)
+        if self.bucket_bytes_cap_default and self.device_type == "cuda" and not self.bucket_bytes_cap_list:
+            limits = _C.chosen_limits(sum(parameter.nbytes for parameter in parameters))
+            first_limits = limits if dynamic else first_limits
         self._engine_hook: str | None = None
         self.reducer = Reducer(
             params=parameters,
@@ -147,30 +159,20 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
             strict=self._strict,
             uneven_forwards=self._uneven_forwards,
             stall_threshold_ms=round(1000 * self._stall_threshold),
+            communicator=self._communicator,
         )
         self.reducer.set_warning_observer(_codes.warn)
         if self._use_python_reducer:
             self.reducer._remove_autograd_hooks()  # torch registers hooks in Python instead
         if self.__dict__.pop("_init_sync_due", False):
             self.reducer.verify_same_model()
+            self.reducer.isolate()
             self.reducer.copy_from(self._initial_state(), self.broadcast_bucket_size, 0)
             self._compare_initial_buffers()
+        elif self._communicator == "nccl":
+            self.reducer.isolate()
         self._start_watch(parameters)
-        self.logger = _C.Logger(
-            self.reducer,
-            self.process_group,
-            bucket_cap_bytes=self.bucket_bytes_cap,
-            find_unused_parameters=self.find_unused_parameters,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-        )
-        self.logger.set_construction_data_and_log(
-            self.module.__class__.__name__,
-            self.device_ids or [],
-            -1 if self.output_device is None else self.output_device,
-            bool(self.broadcast_buffers),
-            any(isinstance(submodule, torch.nn.SyncBatchNorm) for submodule in self.module.modules()),
-            static_graph,
-        )
+        self.logger = make_logger(self, static_graph)
         self._passing_sync_batchnorm_handle(self.module)
 
     def _check_device(self) -> None:
@@ -221,6 +223,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
             self.reducer.expect_local_backward()
         if torch.is_grad_enabled():  # an evaluation, perhaps on one rank alone, changes nothing for the next forward
             self.require_forward_param_sync = reduces
+            self._watch_for_recomputation(output)
         self._clear_grad_buffer()
         return output
 
@@ -286,7 +289,8 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         outer = TorchDDP._active_ddp_module
         TorchDDP._active_ddp_module = self
         try:
-            yield
+            with self._in_low_precision():
+                yield
         finally:
             TorchDDP._active_ddp_module = outer
 
@@ -314,15 +318,18 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         self._check_comm_hook(_with_types(hook))
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         self._check_no_hook(name)
-        self.reducer.set_python_hook(state, hook, name)
+        self.reducer.set_python_hook(state, hook, name, _counting_groups(self.process_group))
         self._note_hook(name)
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
+            text = f"a built-in comm hook is a torch.distributed.BuiltinCommHookType, but got {comm_hook_type!r}"
+            self._log_and_throw(TypeError, tagged(Code.BAD_ARGUMENT, text))
         name = str(comm_hook_type)
         self._check_no_hook(name)
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
-            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, name)
+            self.reducer.set_python_hook((weakref.ref(self), torch.float16), reduce_in, name)
         else:
             self.reducer.set_comm_hook("allreduce")
         self._note_hook(name)
@@ -348,6 +355,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         state.pop("_init_sync_due", None)
         state.pop("_reduced_hooks", None)  # called by the reducer of the original
         super().__setstate__(state)
+        self._reduce_in_low_precision()
         if manual:
             self.require_manual_backward_finalization = manual
 
@@ -378,13 +386,7 @@ def _with_types(hook: Any) -> Any:
     return typed
 
 
-def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[float] | None) -> None:
-    given = {"bucket_cap_mb": [bucket_cap_mb], "bucket_cap_mb_list": bucket_cap_mb_list or []}
-    for name, caps in given.items():
-        for cap in caps:
-            if cap is not None and cap <= 0:
-                raise ValueError(
-                    tagged(
-                        Code.BUCKET_CAP, f"{name} is the size of a bucket in MiB and must be positive, but is {cap}."
-                    )
-                )
+def _counting_groups(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    """The groups that a hook most likely uses, those of gloo, which counts collectives when they are issued."""
+    groups = {id(group): group, id(dist.group.WORLD): dist.group.WORLD}.values()
+    return [group for group in groups if group is not None and group.name() == "gloo"]

@@ -23,10 +23,22 @@ class RankError(AssertionError):
     """A rank raised, died, or did not answer in time."""
 
 
-class RankPool:
-    """``world_size`` processes in one gloo group."""
+def join_group(rank: int, world_size: int, store: str, timeout: float = GROUP_TIMEOUT) -> None:
+    """Become one rank of a gloo group that meets in the file ``store``."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
 
-    def __init__(self, world_size: int) -> None:
+
+class RankPool:
+    """``world_size`` processes in one group, which ``join(rank, world_size, store)`` makes."""
+
+    def __init__(self, world_size: int, join: Callable[[int, int, str], None] = join_group) -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep_ranks_")
         context = multiprocessing.get_context("spawn")
@@ -34,9 +46,8 @@ class RankPool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, os.path.join(self._folder.name, "store"), theirs), daemon=True
-            )
+            store = os.path.join(self._folder.name, "store")
+            process = context.Process(target=_serve, args=(join, rank, world_size, store, theirs), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -90,20 +101,10 @@ def _full_text(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
 
 
-def join_group(rank: int, world_size: int, store: str, timeout: float = GROUP_TIMEOUT) -> None:
-    """Become one rank of a gloo group that meets in the file ``store``."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-
-
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    join_group(rank, world_size, store)
+def _serve(
+    join: Callable[[int, int, str], None], rank: int, world_size: int, store: str, pipe: Connection
+) -> None:
+    join(rank, world_size, store)
     while True:
         try:
             function, args = pipe.recv()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import lockstep
 from models import Reversed
@@ -65,6 +66,28 @@ def _inductor() -> None:
 @pytest.mark.timeout(300)
 def test_a_wrapped_module_compiled_by_inductor_gives_the_mean(ranks):
     ranks.run(_inductor, timeout=280)
+
+
+def _python_reducer(compiled_backward: bool) -> None:
+    torch._dynamo.config.optimize_ddp = "python_reducer"  # before wrapping
+    torch._dynamo.config.compiled_autograd = compiled_backward
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return torch.compile(lockstep.DistributedDataParallel(module), backend="aot_eager")
+
+    pair = Pair(Reversed, wrap)
+    for step in range(3):
+        pair.backward(lambda step=step: rank_data(3, 6, step=step))
+        pair.check()
+        pair.zero()
+    with pytest.raises(NotImplementedError, match="mixed_precision does not work together with the Python reducer"):
+        lockstep.DistributedDataParallel(Reversed(), mixed_precision=_MixedPrecision(torch.bfloat16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled_backward", [False, True], ids=["eager_backward", "compiled_autograd"])
+def test_the_python_reducer_of_torch_compile_gives_the_mean(broken_ranks, compiled_backward):
+    broken_ranks.run(_python_reducer, compiled_backward, timeout=280)
 
 
 def _rpc(folder: str) -> str:

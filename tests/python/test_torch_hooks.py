@@ -1,15 +1,22 @@
 """Torch's own hook library, unchanged, on our engine. Its quantization hooks need CUDA tensors on any engine."""
 
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import (
+    ddp_zero_hook,
     debugging_hooks,
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import lockstep
@@ -71,6 +78,33 @@ def _like_torch(name: str, options: dict) -> None:
 )
 def test_a_hook_of_torch_gives_bit_for_bit_what_it_gives_on_torchs_engine(ranks, name, views):
     ranks.run(_like_torch, name, {"gradient_as_bucket_view": views})
+
+
+def _zero_overlap(shard_buckets: bool) -> None:
+    torch.manual_seed(1)
+    start = Reversed()
+    model = lockstep.DistributedDataParallel(copy.deepcopy(start), gradient_as_bucket_view=True, bucket_cap_mb=0.0002)
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    # Torch refuses gloo, over which its broadcasts from callbacks may hang in large jobs.
+    with mock.patch.object(dist, "get_backend", return_value="nccl"):
+        hook = ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, zero, shard_buckets=shard_buckets)
+    model.register_comm_hook(None, hook)
+    plain = TorchDDP(start)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(5):
+        model.zero_grad()
+        model(rank_data(3, 6, step=step)).square().sum().backward()
+        if step >= 2:  # the first two steps serve the hook to learn the buckets
+            optimizer.zero_grad()
+            plain(rank_data(3, 6, step=step)).square().sum().backward()
+            optimizer.step()
+    for ours, theirs in zip(model.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shard_buckets", [False, True], ids=["by_parameter", "by_bucket"])
+def test_zero_steps_of_a_hook_update_as_an_optimizer_behind_torchs_engine(broken_ranks, shard_buckets):
+    broken_ranks.run(_zero_overlap, shard_buckets)
 
 
 def _overflow(hook_name: str, value: float) -> list[float]:

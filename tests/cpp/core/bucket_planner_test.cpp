@@ -49,6 +49,13 @@ void PrintTo(const TorchCase& expected, std::ostream* out) { *out << expected.na
 
 class TorchAssignment : public ::testing::TestWithParam<TorchCase> {};
 
+TEST(ChosenLimits, AreTorchsForSmallModelsAndAQuarterOfLargerOnesUpTo100MiB) {
+  EXPECT_THAT(chosen_limits(0), ElementsAre(kMiB, 25 * kMiB));
+  EXPECT_THAT(chosen_limits(100 * kMiB), ElementsAre(kMiB, 25 * kMiB));
+  EXPECT_THAT(chosen_limits(200 * kMiB), ElementsAre(50 * kMiB));
+  EXPECT_THAT(chosen_limits(4000 * kMiB), ElementsAre(100 * kMiB));
+}
+
 TEST_P(TorchAssignment, IsReproduced) {
   const TorchCase& expected = GetParam();
 

@@ -1,0 +1,83 @@
+#include "comm/own_communicator.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <fmt/format.h>
+
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <vector>
+
+#include "comm/c10d_communicator.h"
+#include "comm/nccl_communicator.h"
+#include "core/error.h"
+
+namespace lockstep {
+namespace {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// A prefix in the group's store that no other replica takes. Every rank asks alike, so that all count alike; by rank
+/// too, because ranks may be threads of one process.
+std::string next_prefix(c10d::ProcessGroup& group) {
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, int>, int> taken;
+  const std::lock_guard lock(mutex);
+  return fmt::format("lockstep/own/{}", taken[{group.getGroupName(), group.getRank()}]++);
+}
+
+/// A second gloo group with the same ranks and options.
+std::shared_ptr<Communicator> split_gloo(const Group& group) {
+  const auto backend = group->getDefaultBackend();
+  c10::intrusive_ptr<c10d::Backend::Options> options;
+  try {
+    options = backend->getBackendOptions();
+  } catch (const c10::Error&) {  // a wrapper around the backend, for debugging: it is to see every collective
+    return nullptr;
+  }
+  std::vector<int> all(static_cast<size_t>(group->getSize()));
+  std::iota(all.begin(), all.end(), 0);
+  const std::string prefix = next_prefix(*group);
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, group->getStore());
+  const auto own = backend->split(store, all, options);
+  auto result = c10::make_intrusive<c10d::ProcessGroup>(store, group->getRank(), group->getSize());
+  for (const auto device : group->getDeviceTypes()) {
+    result->setBackend(device.type(), c10d::ProcessGroup::BackendType::GLOO, own);
+  }
+  result->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+  result->setGroupName(group->getGroupName() + "/" + prefix);
+  return std::make_shared<C10dCommunicator>(std::move(result));
+}
+
+std::shared_ptr<Communicator> join_nccl(const Group& group, at::Device device) {
+  if (!device.is_cuda()) {
+    fail(Code::kNcclNotJoined,
+         "[rank {}] communicator='nccl' needs a model on a GPU, but its parameters are on '{}'. Move the model first, "
+         "or "
+         "leave the choice to lockstep (communicator='auto').",
+         group->getRank(), device.str());
+  }
+  const c10::DeviceGuard guard(device);
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(next_prefix(*group), group->getStore());
+  return make_nccl_communicator(store, group->getRank(), group->getSize(),
+                                {.timeout = C10dCommunicator(group).timeout()});
+}
+
+}  // namespace
+
+CommunicatorKind communicator_kind(const std::string& name) {
+  if (name == "auto") return CommunicatorKind::kAuto;
+  if (name == "group") return CommunicatorKind::kGroup;
+  if (name == "nccl") return CommunicatorKind::kNccl;
+  throw std::invalid_argument(fmt::format("communicator must be 'auto', 'group' or 'nccl', but is '{}'.", name));
+}
+
+std::shared_ptr<Communicator> make_own_communicator(const Group& group, CommunicatorKind kind, at::Device device) {
+  if (group->getSize() == 1 || kind == CommunicatorKind::kGroup || !group->getStore()) return nullptr;
+  if (kind == CommunicatorKind::kNccl) return join_nccl(group, device);
+  return group->getBackendName() == "gloo" ? split_gloo(group) : nullptr;
+}
+
+}  // namespace lockstep
