@@ -183,6 +183,13 @@ TEST(SameValues, NamesTensorsAndRanksOnEveryRank) {
   }
 }
 
+TEST(SameValues, FindsTheOneRankInTheMiddle) {
+  const auto errors = compared(3, [](int rank, Named& mine) {
+    if (rank == 1) mine.tensors[0].fill_(2);
+  });
+  for (const std::string& error : errors) EXPECT_THAT(error, HasSubstr("'weight' on rank 1"));
+}
+
 TEST(SameValues, FindsElementsThatChangedPlaces) {
   const auto errors = compared(2, [](int rank, Named& mine) {
     if (rank == 1) mine.tensors[1] = mine.tensors[1].flip(0);
