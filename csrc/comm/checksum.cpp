@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kPiece = int64_t{1} << 20;  // numbers looked at together
 constexpr int64_t kSpread = 0x1B873593CC9E2D51;
+constexpr int64_t kMix = 0x2545F4914F6CDD1D;
 
 /// The bits of `flat` (1-D, contiguous) as int64 numbers, of at most 32 bits each: in a product modulo 2^64 the highest
 /// bits of wider ones would count alike at every place, so that two changes of sign would cancel.
@@ -24,6 +25,14 @@ at::Tensor bits_of(const at::Tensor& flat) {
   }
 }
 
+/// Odd numbers, so that a single bit changes the sum, and without a pattern, so that changes at several places do not
+/// balance: 1 0 0 1 and 0 1 1 0 have equal sums under any weights that grow evenly.
+at::Tensor weights(int64_t count, const at::TensorOptions& options) {
+  at::Tensor spread = at::arange(1, count + 1, options).mul_(kSpread);
+  spread.bitwise_xor_(spread.bitwise_right_shift(31));
+  return spread.mul_(kMix).bitwise_or_(1);
+}
+
 }  // namespace
 
 int64_t checksum(const at::Tensor& tensor) {
@@ -36,9 +45,7 @@ int64_t checksum(const at::Tensor& tensor) {
   const int64_t piece = kPiece / std::max<int64_t>(1, flat.element_size() / 4);
   for (int64_t start = 0; start < flat.numel(); start += piece) {
     at::Tensor bits = bits_of(flat.narrow(0, start, std::min(piece, flat.numel() - start)));
-    // Odd weights that differ from place to place: a swap or a single bit changes the sum.
-    const at::Tensor weights = at::arange(1, 2 * bits.numel() + 1, 2, bits.options()).mul_(kSpread).bitwise_or_(1);
-    sum = combined(sum, bits.mul(weights).sum().item<int64_t>());
+    sum = combined(sum, bits.mul(weights(bits.numel(), bits.options())).sum().item<int64_t>());
   }
   return sum;
 }

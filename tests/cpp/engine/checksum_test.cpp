@@ -82,6 +82,19 @@ TEST(Checksum, SeesSignsThatChangeInPairs) {
   }
 }
 
+TEST(Checksum, SeesChangesThatBalanceUnderEvenWeights) {
+  const auto sum = [](at::ArrayRef<int> values) { return checksum(at::tensor(values)); };
+  EXPECT_NE(sum({1, 0, 0, 1}), sum({0, 1, 1, 0}));
+  EXPECT_NE(sum({10, 10}), sum({13, 9}));
+  EXPECT_NE(sum({5, 5, 5}), sum({6, 3, 6}));
+  std::set<int64_t> seen;
+  for (int mask = 0; mask < 4096; ++mask) {
+    const at::Tensor places = at::arange(12, at::kInt);
+    seen.insert(checksum(at::full({12}, mask, at::kInt).bitwise_right_shift(places).bitwise_and(1)));
+  }
+  EXPECT_EQ(seen.size(), 4096U) << "every mask of 12 places has a sum of its own";
+}
+
 TEST(Checksum, SeesShapeAndType) {
   const at::Tensor tensor = at::arange(6, at::kFloat);
   EXPECT_NE(checksum(tensor), checksum(tensor.view({2, 3})));
@@ -168,6 +181,13 @@ TEST(SameValues, NamesTensorsAndRanksOnEveryRank) {
     EXPECT_THAT(errors[rank], AllOf(HasSubstr(fmt::format("[rank {}]", rank)), HasSubstr("'bias' on rank 1, 3"),
                                     HasSubstr("'steps' on rank 3"), Not(HasSubstr("weight")), HasSubstr("[LS-026]")));
   }
+}
+
+TEST(SameValues, FindsTheOneRankInTheMiddle) {
+  const auto errors = compared(3, [](int rank, Named& mine) {
+    if (rank == 1) mine.tensors[0].fill_(2);
+  });
+  for (const std::string& error : errors) EXPECT_THAT(error, HasSubstr("'weight' on rank 1"));
 }
 
 TEST(SameValues, FindsElementsThatChangedPlaces) {
