@@ -15,6 +15,7 @@ from lockstep._version import __version__
 
 check_build()
 
+from lockstep import data  # noqa: E402
 from lockstep._codes import LocalGradientWarning  # noqa: E402
 from lockstep._install import install, uninstall  # noqa: E402
 from lockstep._monitor import dump_state, install_signal_handler  # noqa: E402
@@ -26,6 +27,7 @@ __all__ = [
     "LocalGradientWarning",
     "__version__",
     "build_info",
+    "data",
     "dump_state",
     "install",
     "install_signal_handler",

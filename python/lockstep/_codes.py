@@ -34,6 +34,9 @@ class Code(enum.IntEnum):
     BAD_ARGUMENT = 115
     WRONG_BUILD = 116
     WRONG_DEVICES = 117
+    BAD_SAMPLER = 140
+    SAMPLER_STATE = 141
+    REPEATED_EPOCH = 142
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.
