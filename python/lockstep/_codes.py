@@ -37,6 +37,9 @@ class Code(enum.IntEnum):
     BAD_SAMPLER = 140
     SAMPLER_STATE = 141
     REPEATED_EPOCH = 142
+    BAD_MEAN = 143
+    CHECKPOINT = 144
+    CHECKPOINT_WRITER = 145
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.
