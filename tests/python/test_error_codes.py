@@ -48,7 +48,7 @@ def test_no_error_of_the_package_lacks_a_code():
             if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
                 continue
             text = ast.unparse(node.exc)
-            if "AssertionError" in text:
+            if text.startswith(("AssertionError", "CheckpointError", "WriterFailedError")):  # the last two add theirs
                 continue
             assert "tagged(" in text or "[LS-" in text, f"{path.name}:{node.lineno}: {text}"
 

@@ -15,6 +15,6 @@ class CheckpointError(RuntimeError):
 
 
 class WriterFailedError(CheckpointError):
-    """Rank 0, which reads and writes for all, failed, died, or did not finish in time. The last checkpoint is intact."""
+    """Rank 0, which reads and writes for all, failed, died, or was too slow. The last checkpoint is intact."""
 
     code = Code.CHECKPOINT_WRITER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ VERSION = 1
 
 _PLAIN = (str, int, float, bool, bytes, complex, type(None), torch.dtype, torch.device, torch.Size)
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -57,8 +59,12 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist, so there is nothing to continue.")
     try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not compare checksums
+        if damaged is not None:
+            raise ValueError(f"the bytes of '{damaged}' in it have changed since [LS-144]")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except _UNREADABLE as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -99,9 +99,10 @@ def load(
 ) -> Any:
     """Continue from the checkpoint at ``path``; return the ``extra`` that was saved.
 
-    Call it on every rank, with everything built as for the run that saved. Only rank 0 reads the file, so the ranks need
-    no common disk. What is not asked for is not touched. On one or two ranks the run goes on bit for bit; on more, to
-    rounding, because a sum of three numbers depends on the order, and buckets may be laid out anew.
+    Call it on every rank, with everything built as for the run that saved. Only rank 0 reads the file, so the ranks
+    need no common disk. What is not asked for is not touched. On one or two ranks the run goes on bit for bit; on more,
+    to rounding, because a sum of three numbers depends on the order, and buckets may be laid out anew. In mid-epoch,
+    iterate with ``sampler.track(loader)``: a loader draws from torch's random stream whenever a pass over it begins.
 
     Args:
         per_rank: restore random streams and hook states, too. They belong to a rank each, so with another number of
@@ -110,8 +111,8 @@ def load(
 
     Raises:
         WriterFailedError: on the other ranks, when rank 0 could not read the file.
-        CheckpointError: no such file, or it is damaged, lacks what is asked for, or holds another model. Nothing has
-            been changed then.
+        CheckpointError: no such file, or it is damaged, lacks what is asked for, or holds another model: nothing has
+            been changed then. Or a state does not fit its object, which is found out while loading it.
     """
     source = Path(path)
     exchange = Exchange(group, timeout)
@@ -120,14 +121,21 @@ def load(
     parts = content.pop("ranks") if content else None
     content = exchange.broadcast(content)
     _check_fit(source, content, unwrapped(model), named, exchange.world_size if per_rank else None)
+    pairs = [("model", unwrapped(model), content["model"])]
+    pairs += [(name, thing, content["states"][name]) for name, thing in named.items()]
     if per_rank:
-        part = exchange.scatter(parts)
-    unwrapped(model).load_state_dict(content["model"])
-    for name, thing in named.items():
-        thing.load_state_dict(content["states"][name])
+        part, hooks = exchange.scatter(parts), _hook_states(model)
+        if len(hooks) != len(part["hooks"]):
+            text = f"{source} holds {len(part['hooks'])} states of comm hooks, but the model has {len(hooks)}."
+            raise CheckpointError(f"{text} Register the same hooks before loading, or pass per_rank=False.")
+        pairs += [("a comm hook", hook, state) for hook, state in zip(hooks, part["hooks"], strict=True)]
+    for name, thing, state in pairs:
+        try:
+            thing.load_state_dict(state)
+        except Exception as error:
+            text = f"the state of {name} in {source} does not fit: {type(error).__name__}: {error}."
+            raise CheckpointError(text) from error
     if per_rank:
-        for hook, state in zip(_hook_states(model), part["hooks"], strict=True):
-            hook.load_state_dict(state)
         _streams.restore(part["streams"])  # last: what comes before may draw
     return content["extra"]
 
@@ -137,7 +145,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while True:
         if isinstance(model, TorchDDP):
             model = model.module
-        elif isinstance(model, torch._dynamo.OptimizedModule):
+        elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):  # torch.compile's wrapper
             model = model._orig_mod
         else:
             return model

@@ -158,7 +158,11 @@ class OrderPreservingSampler(Sampler[list[int]]):
         A loader with workers asks the sampler for batches ahead of the loop. Without this, a position saved in
         mid-epoch would skip those. (torchdata's ``StatefulDataLoader`` keeps its own count and does not need it.)
         """
+        stream = torch.get_rng_state()
         iterator = iter(loader)  # takes the position that load_state_dict set
+        if self._first_step > 0:
+            # A pass draws the seed of its workers from torch's stream; the interrupted one had done so at its start.
+            torch.set_rng_state(stream)
         consumed = self._consumed = self._first_step
         for batch in iterator:
             consumed += 1
