@@ -40,6 +40,7 @@ class Code(enum.IntEnum):
     BAD_MEAN = 143
     CHECKPOINT = 144
     CHECKPOINT_WRITER = 145
+    MISSING_EXTRA = 146
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.
