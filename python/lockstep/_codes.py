@@ -41,6 +41,7 @@ class Code(enum.IntEnum):
     CHECKPOINT = 144
     CHECKPOINT_WRITER = 145
     MISSING_EXTRA = 146
+    RECIPE = 147
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.

@@ -12,6 +12,9 @@ from lockstep._codes import Code
 ROOT = Path(__file__).parents[2]
 PACKAGE = [path for path in (ROOT / "python/lockstep").rglob("*.py") if "examples" not in path.parts]
 
+#: Exceptions whose constructor adds the code.
+ADD_THEIR_CODE = ("CheckpointError", "WriterFailedError", "RecipeError")
+
 
 def _engine_codes() -> dict[str, int]:
     text = (ROOT / "csrc/core/error.h").read_text()
@@ -48,7 +51,7 @@ def test_no_error_of_the_package_lacks_a_code():
             if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
                 continue
             text = ast.unparse(node.exc)
-            if text.startswith(("AssertionError", "CheckpointError", "WriterFailedError")):  # the last two add theirs
+            if text.startswith(("AssertionError", *ADD_THEIR_CODE)):
                 continue
             assert "tagged(" in text or "[LS-" in text, f"{path.name}:{node.lineno}: {text}"
 
