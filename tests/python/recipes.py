@@ -221,6 +221,18 @@ def fails_on_rank_1(rank: int, world_size: int) -> Recipe:
     return recipe()
 
 
+def fails_late_on_rank_1(rank: int, world_size: int) -> Recipe:
+    calls = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(batch)
+        if rank == 1 and len(calls) == 3:
+            raise MemoryError("no room for step 2")  # rank 0 is in the reduction by now, and fails in its turn
+        return mean_loss(model, batch)
+
+    return recipe(loss=loss)
+
+
 def dies_on_rank_1(rank: int, world_size: int) -> Recipe:
     if rank == 1:
         os.kill(os.getpid(), 9)

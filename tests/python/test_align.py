@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 import recipes
+from lockstep.examples import align_digits
 from lockstep.tools.align import Comparison, RecipeError, compare
 from lockstep.tools.align.probe import probe
 from lockstep.tools.align.recipe import build, find
@@ -38,6 +39,13 @@ def test_a_right_recipe_reaches_level_2_and_no_cause_is_named(two_or_three_ranks
     assert [row.step for row in comparison.rows] == list(range(20))
     assert comparison.rows[-1].loss_one < comparison.rows[0].loss_one
     assert all(row.loss_one == pytest.approx(row.loss_many, rel=1e-4) for row in comparison.rows)
+
+
+@pytest.mark.slow
+def test_the_handwritten_digits_reach_level_2(two_or_three_ranks):
+    pytest.importorskip("sklearn")
+    comparison = aligned(two_or_three_ranks, align_digits.make, steps=50)
+    assert (comparison.level >= 2, comparison.causes) == (True, [])
 
 
 def test_unequal_parts_that_are_weighed_reach_level_2(ranks):
@@ -141,6 +149,7 @@ class TestCommand:
         ("name", "text"),
         [
             ("fails_on_rank_1", "rank 1 failed: FileNotFoundError: no data on this disk (recipes.py, line"),
+            ("fails_late_on_rank_1", "rank 1 failed: MemoryError: no room for step 2"),
             ("dies_on_rank_1", "rank 1 was killed by signal 9; out of memory?"),
         ],
     )

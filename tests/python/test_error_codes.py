@@ -12,8 +12,8 @@ from lockstep._codes import Code
 ROOT = Path(__file__).parents[2]
 PACKAGE = [path for path in (ROOT / "python/lockstep").rglob("*.py") if "examples" not in path.parts]
 
-#: Exceptions whose constructor adds the code.
-ADD_THEIR_CODE = ("CheckpointError", "WriterFailedError", "RecipeError")
+#: Exceptions whose constructor adds the code, and one that becomes such.
+ADD_THEIR_CODE = ("CheckpointError", "WriterFailedError", "RecipeError", "_Failed")
 
 
 def _engine_codes() -> dict[str, int]:

@@ -11,7 +11,7 @@ class CheckpointError(RuntimeError):
     code = Code.CHECKPOINT
 
     def __init__(self, text: str) -> None:
-        super().__init__(text if text.endswith("]") else tagged(self.code, text))
+        super().__init__(text if "[LS-" in text else tagged(self.code, text))
 
 
 class WriterFailedError(CheckpointError):

@@ -56,10 +56,37 @@ def align(job: Job) -> Comparison:
                 theirs.close()
                 members.append(_Member(rank, process, ours, job.timeout))
             return compare(members[0].records(members), [member.records(members) for member in members[1:]])
+        except _Failed as failure:
+            raise RecipeError(_first_of(failure, members).text) from None
         finally:
             for member in members:
                 member.process.kill()
                 member.process.join()
+
+
+class _Failed(Exception):
+    """A process failed, at ``when`` (seconds of the clock that all share; 0 where it could not say)."""
+
+    def __init__(self, when: float, text: str) -> None:
+        super().__init__(text)
+        self.when, self.text = when, text
+
+
+def _first_of(failure: _Failed, members: list[_Member]) -> _Failed:
+    """The failure that came first. The others follow from it: whoever waited for that rank lost its connection."""
+    failures, deadline = [failure], time.monotonic() + _GRACE
+    for member in members:
+        try:
+            while member.pipe.poll(max(0.0, deadline - time.monotonic())):
+                if member.receive()[0] == "end":
+                    break
+        except _Failed as other:
+            failures.append(other)
+    return min(failures, key=lambda one: one.when)
+
+
+#: In seconds: how long the other processes may take to say why they failed, too.
+_GRACE = 3.0
 
 
 @dataclasses.dataclass
@@ -68,6 +95,7 @@ class _Member:
     process: Any
     pipe: Connection
     timeout: float
+    failure: _Failed | None = None
 
     @property
     def name(self) -> str:
@@ -79,32 +107,41 @@ class _Member:
             deadline = time.monotonic() + self.timeout
             while not self.pipe.poll(0.1):
                 for member in all_members:
-                    member.complain_if_it_failed()
+                    if member.process.exitcode not in (None, 0):
+                        while True:  # records that nobody will compare any more come before its last word
+                            member.receive()
                 if time.monotonic() > deadline:
                     text = f"{self.name} gave no sign for {self.timeout:g} s: it hangs, or needs a larger --timeout."
                     raise RecipeError(text)
-            word, content = self._receive()
+            word, content = self.receive()
             if word == "end":
                 return
             yield content
 
-    def _receive(self) -> tuple[str, Any]:
+    def receive(self) -> tuple[str, Any]:
+        """The next word of this process.
+
+        Raises:
+            _Failed: that word is of a failure, or there is none, because it died. The same one for ever after.
+        """
+        if self.failure is None:
+            try:
+                return self._read()
+            except _Failed as failure:
+                self.failure = failure
+        raise self.failure
+
+    def _read(self) -> tuple[str, Any]:
         try:
             word, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             self.process.join()
             code = self.process.exitcode
             reason = f"was killed by signal {-code}; out of memory?" if code < 0 else f"ended with exit status {code}."
-            raise RecipeError(f"{self.name} {reason}") from None
+            raise _Failed(0.0, f"{self.name} {reason}") from None
         if word == "error":
-            raise RecipeError(f"{self.name} failed: {content}")
+            raise _Failed(content[0], f"{self.name} failed: {content[1]}")
         return word, content
-
-    def complain_if_it_failed(self) -> None:
-        """Read on if the process has ended, because its last word may be what went wrong."""
-        if self.process.exitcode not in (None, 0):
-            while True:  # records that nobody will compare any more come first
-                self._receive()
 
 
 def _be_a_process(job: Job, rank: int | None, store: str, pipe: Connection) -> None:
@@ -130,11 +167,12 @@ def _be_a_process(job: Job, rank: int | None, store: str, pipe: Connection) -> N
             say("step", record)
         say("end")
     except RecipeError as error:
-        say("error", str(error))
+        say("error", (time.time(), str(error)))
         sys.exit(1)
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        say("error", f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})")
+        text = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+        say("error", (time.time(), text))
         sys.exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()

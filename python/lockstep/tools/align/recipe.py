@@ -23,7 +23,7 @@ class RecipeError(Exception):
     """The recipe cannot be found or run. The text says what is wrong with it."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(text if text.endswith("]") else tagged(Code.RECIPE, text))
+        super().__init__(text if "[LS-" in text else tagged(Code.RECIPE, text))
 
 
 @dataclasses.dataclass

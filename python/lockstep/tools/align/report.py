@@ -18,13 +18,14 @@ def show(comparison: Comparison, console: Console) -> None:
     rows = comparison.rows
     every = max(1, len(rows) // 10)
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("step", "loss, one process", f"loss, {comparison.world_size} ranks", "weights differ", "gradients"):
+    losses = "loss, one process", f"loss, {comparison.world_size} ranks"
+    for heading in ("step", *losses, "weights differ by", "gradients by"):
         table.add_column(heading, justify="right")
     for row in rows:
         if row.step % every == 0 or row.step in (comparison.parts_at, rows[-1].step):
             style = "red" if row.step == comparison.parts_at else None
             cells = f"{row.step}", f"{row.loss_one:.6f}", f"{row.loss_many:.6f}", f"{row.weight_difference:.2e}"
-            table.add_row(*cells, f"{100 * row.gradient_difference:.2g} %", style=style)
+            table.add_row(*cells, f"{row.gradient_difference:.1e}", style=style)
     console.print(table)
     colour = {0: "bold red", 1: "yellow"}.get(comparison.level, "green")
     console.print(f"[{colour}]Level {comparison.level}: {LEVELS[comparison.level]}.[/{colour}]")
@@ -70,7 +71,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     if comparison.parts_at is not None:
         for axes in (losses, weights):
             label = f"they part (step {comparison.parts_at})" if axes is weights else None
-            axes.axvline(comparison.parts_at, color="tab:red", linewidth=0.8, label=label)
+            axes.axvline(comparison.parts_at, color="tab:blue", linestyle="-.", linewidth=1, label=label)
     losses.legend()
     weights.legend(loc="lower right")
     try:
