@@ -129,6 +129,10 @@ def augmentation(rank: int, world_size: int) -> Recipe:
     return recipe(dataset=Augmented())
 
 
+def worker_counts(rank: int, world_size: int) -> Recipe:
+    return recipe(dataset=Augmented(), num_workers=1 if world_size == 1 else 0)
+
+
 def loss_is_a_sum(rank: int, world_size: int) -> Recipe:
     return recipe(loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1], reduction="sum"), lr=0.01)
 

@@ -68,6 +68,11 @@ def test_an_optimizer_that_enlarges_rounding_is_told_from_a_fault(ranks):
     assert [cause.key for cause in comparison.causes] == ["amplified rounding"]
 
 
+def test_different_numbers_of_workers_are_named(ranks):
+    (cause,) = aligned(ranks, recipes.worker_counts, steps=2).causes
+    assert cause.key == "augmentation" and "different numbers of workers (0, 1)" in cause.found
+
+
 def test_a_run_on_one_rank_equals_the_run_in_one_process_bit_for_bit(pool_of):
     comparison = aligned(pool_of(1), recipes.right)
     assert (comparison.level, comparison.causes) == (3, [])
