@@ -15,11 +15,13 @@ from lockstep._version import __version__
 
 check_build()
 
-from lockstep import hooks  # noqa: E402
+from lockstep import checkpoint, data, hooks  # noqa: E402
 from lockstep._codes import LocalGradientWarning  # noqa: E402
 from lockstep._install import install, uninstall  # noqa: E402
+from lockstep._mean import mean  # noqa: E402
 from lockstep._monitor import dump_state, install_signal_handler  # noqa: E402
 from lockstep._outputs import register_output_type  # noqa: E402
+from lockstep._print import flush0, log0, print0  # noqa: E402
 from lockstep.ddp import DistributedDataParallel  # noqa: E402
 
 __all__ = [
@@ -27,10 +29,16 @@ __all__ = [
     "LocalGradientWarning",
     "__version__",
     "build_info",
+    "checkpoint",
+    "data",
     "dump_state",
+    "flush0",
     "hooks",
     "install",
     "install_signal_handler",
+    "log0",
+    "mean",
+    "print0",
     "register_output_type",
     "uninstall",
 ]

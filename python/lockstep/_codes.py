@@ -35,6 +35,14 @@ class Code(enum.IntEnum):
     WRONG_BUILD = 116
     WRONG_DEVICES = 117
     SYNC_BATCHNORM = 118
+    BAD_SAMPLER = 140
+    SAMPLER_STATE = 141
+    REPEATED_EPOCH = 142
+    BAD_MEAN = 143
+    CHECKPOINT = 144
+    CHECKPOINT_WRITER = 145
+    MISSING_EXTRA = 146
+    RECIPE = 147
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.
