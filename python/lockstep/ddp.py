@@ -36,8 +36,8 @@ class DistributedDataParallel(Extras, CommHooks, Buffers, MixedPrecision, TorchD
         stall_threshold: in seconds. A rank that waits for the others longer than this prints who is missing. 0: no
             monitor. None: the environment variable LOCKSTEP_STALL_THRESHOLD, else 30.
         uneven_forwards: ranks may run different numbers of forwards between two reductions.
-        guards: ranks agree in each step, by one small all-reduce that nobody waits for, on what they are about to reduce;
-            without it ranks in different modes hang or mix gradients, as with torch. Equal on all ranks.
+        guards: ranks agree in each step, by one small all-reduce that nobody waits for, on what they are about to
+            reduce; without it ranks in different modes hang or mix gradients, as with torch. Equal on all ranks.
         communicator: what carries the collectives. "auto": connections of our own for gloo, so that they cannot meet
             collectives of yours in the same group; the group for NCCL. "group": the process group. "nccl": an NCCL
             communicator of our own, called without c10d in between (CUDA only).
