@@ -20,6 +20,7 @@ endfunction()
 lockstep_add_python_module(_C
   csrc/python/module.cpp
   csrc/python/bind_communicator.cpp
+  csrc/python/bind_hooks.cpp
   csrc/python/bind_reducer.cpp
   csrc/python/bind_watch.cpp
   csrc/python/python_hook.cpp

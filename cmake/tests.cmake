@@ -27,10 +27,13 @@ endif()
 
 # lockstep_tests: the engine, with ranks as threads of one process.
 add_executable(lockstep_tests
+  tests/cpp/engine/cast_test.cpp
   tests/cpp/engine/communicator_test.cpp
   tests/cpp/engine/grad_buffers_test.cpp
+  tests/cpp/engine/hook_contract_test.cpp
   tests/cpp/engine/pack_test.cpp
-  tests/cpp/engine/reducer_test.cpp)
+  tests/cpp/engine/reducer_test.cpp
+  tests/cpp/engine/top_k_hook_test.cpp)
 target_include_directories(lockstep_tests PRIVATE tests/cpp/engine)
 target_link_libraries(lockstep_tests PRIVATE lockstep lockstep_fmt)
 # -fPIC and not the -fPIE of programs: a precompiled header is only shared between equal flags.
@@ -41,7 +44,8 @@ lockstep_add_test(lockstep_tests 120)
 # lockstep_cuda_tests: kernels and NCCL. Each test says why it is skipped where GPUs are missing. Two entries of CTest and
 # not one per test: starting CUDA takes longer than most of them. lockstep_pack_bench links no torch.
 if(LOCKSTEP_WITH_CUDA)
-  add_executable(lockstep_cuda_tests tests/cpp/cuda/pack_cuda_test.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
+  add_executable(lockstep_cuda_tests
+    tests/cpp/cuda/cast_cuda_test.cpp tests/cpp/cuda/pack_cuda_test.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
   target_link_libraries(lockstep_cuda_tests PRIVATE lockstep lockstep_fmt lockstep_cuda lockstep_warnings GTest::gmock_main)
   set_target_properties(lockstep_cuda_tests PROPERTIES LINKER_LANGUAGE CXX)
   target_compile_options(lockstep_cuda_tests PRIVATE -fPIC)

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/error.h"
+#include "kernels/cast.h"
 
 namespace lockstep {
 namespace {
@@ -69,18 +70,27 @@ std::vector<ParamSpec> specs_of(const ParamList& params) {
   return specs;
 }
 
-GradBuffers::GradBuffers(const ParamList& params, GradPlacement placement, BucketLifetime lifetime, BucketPlan plan)
+GradBuffers::GradBuffers(const ParamList& params, GradPlacement placement, BucketLifetime lifetime, BucketPlan plan,
+                         const WireType& wire)
     : params_(&params), placement_(placement), lifetime_(lifetime) {
   strides_.reserve(params.size());
   for (const at::Tensor& param : params.tensors) strides_.push_back(slot_strides(param));
-  adopt(std::move(plan));
+  adopt(std::move(plan), wire);
 }
 
-void GradBuffers::adopt(BucketPlan plan) {
+void GradBuffers::adopt(BucketPlan plan, const WireType& wire) {
   const std::vector<at::Tensor> old_views = std::move(views_);
   plan_ = std::make_unique<const BucketPlan>(std::move(plan));
-  memory_.assign(plan_->num_buckets(), at::Tensor());
-  for (size_t b = 0; b < memory_.size() && keeps_memory(); ++b) memory_[b] = allocate(bucket_id(b));
+  wire_.assign(plan_->num_buckets(), at::Tensor());
+  homes_.assign(plan_->num_buckets(), at::Tensor());
+  wire_types_.clear();
+  for (size_t b = 0; b < wire_.size(); ++b) {
+    const BucketId id = bucket_id(b);
+    const at::Tensor& first = params_->tensors[index(plan_->bucket(id).params.front())];
+    const bool as_it_is = !wire || plan_->bucket(id).sparse;
+    wire_types_.push_back(as_it_is ? real_type(first) : wire(real_type(first), first.is_complex()));
+    if (keeps_memory()) provide_memory(id);
+  }
   members_.clear();
   members_.resize(plan_->num_buckets());
   views_.clear();
@@ -90,7 +100,7 @@ void GradBuffers::adopt(BucketPlan plan) {
     if (bucket.sparse) continue;
     for (const ParamId id : bucket.params) {
       const size_t i = index(id);
-      views_[i] = slot_view(memory_[index(plan_->slot(id).bucket)], id);
+      views_[i] = slot_view(homes_[index(plan_->slot(id).bucket)], id);
       at::Tensor& grad = grad_of(params_->tensors[i]);
       // What has been accumulated so far moves along. A gradient in memory of its own is absorbed in its time.
       if (!old_views.empty() && grad.defined() && grad.is_same(old_views[i])) {
@@ -101,29 +111,41 @@ void GradBuffers::adopt(BucketPlan plan) {
   }
 }
 
-at::Tensor GradBuffers::allocate(BucketId id) const {
+at::ScalarType GradBuffers::grad_type(BucketId id) const {
+  return real_type(params_->tensors[index(plan_->bucket(id).params.front())]);
+}
+
+void GradBuffers::provide_memory(BucketId id) {
+  wire_[index(id)] = allocate(id, wire_types_[index(id)]);
+  if (placement_ == GradPlacement::kOwnMemory) return;
+  homes_[index(id)] = casts(id) ? allocate(id, grad_type(id)) : wire_[index(id)];
+}
+
+at::Tensor GradBuffers::allocate(BucketId id, at::ScalarType type) const {
   const Bucket& bucket = plan_->bucket(id);
   if (bucket.sparse) return {};  // the gradient itself is sent
   const at::Tensor& first = params_->tensors[index(bucket.params.front())];
   // Zeros, because gaps between slots travel with the bucket.
-  return at::zeros({bucket.numel}, first.options().dtype(real_type(first)).requires_grad(std::nullopt));
+  return at::zeros({bucket.numel}, first.options().dtype(type).requires_grad(std::nullopt));
 }
 
 at::Tensor GradBuffers::stand_in(BucketId id, double value) const {
   const Bucket& bucket = plan_->bucket(id);
-  return bucket.sparse ? empty_sparse_like(params_->tensors[index(bucket.params.front())]) : allocate(id).fill_(value);
+  return bucket.sparse ? empty_sparse_like(params_->tensors[index(bucket.params.front())])
+                       : allocate(id, wire_types_[index(id)]).fill_(value);
 }
 
 at::Tensor GradBuffers::slot_view(const at::Tensor& flat, ParamId id) const {
   const at::Tensor& param = params_->tensors[index(id)];
   const int64_t offset = flat.storage_offset() + plan_->slot(id).offset;
+  const bool same = flat.scalar_type() == real_type(param);  // else real: complex gradients are never cast
   // Not an autograd view: `detach_` and other in-place changes of a gradient stay legal.
-  at::Tensor view = at::empty({0}, flat.options().dtype(param.scalar_type()));
+  at::Tensor view = at::empty({0}, flat.options().dtype(same ? param.scalar_type() : flat.scalar_type()));
   view.set_(flat.storage(), offset / reals_per_element(param), param.sizes(), strides_[index(id)]);
   return view;
 }
 
-void GradBuffers::check_grad(ParamId id, const at::Tensor& grad) const {
+void GradBuffers::check_grad(ParamId id, const at::Tensor& grad, at::Device device) const {
   const at::Tensor& param = params_->tensors[index(id)];
   if (grad.scalar_type() != param.scalar_type()) {
     fail(Code::kGradientChanged, "the gradient of {} has dtype {}, but its bucket expects {}. {}.", params_->label(id),
@@ -135,11 +157,9 @@ void GradBuffers::check_grad(ParamId id, const at::Tensor& grad) const {
          "when its module is an Embedding or EmbeddingBag with sparse=True and uses it alone.",
          params_->label(id));
   }
-  const at::Tensor& slot_owner = memory_[index(plan_->slot(id).bucket)];
-  if (grad.device() != slot_owner.device() || grad.numel() != param.numel()) {
+  if (grad.device() != device || grad.numel() != param.numel()) {
     fail(Code::kGradientChanged, "the gradient of {} has {} elements on {}, but its bucket expects {} on {}. {}.",
-         params_->label(id), grad.numel(), grad.device().str(), param.numel(), slot_owner.device().str(),
-         kWhyDtypesMatter);
+         params_->label(id), grad.numel(), grad.device().str(), param.numel(), device.str(), kWhyDtypesMatter);
   }
 }
 
@@ -147,28 +167,37 @@ bool GradBuffers::in_slot_order(ParamId id, const at::Tensor& grad) const {
   return grad.numel() <= 1 || same_order(grad.sizes(), grad.strides(), strides_[index(id)]);
 }
 
-/// Describes one straight copy. A gradient that lies in another order is moved here, through a view of the slot.
+/// Describes one straight copy. A gradient that lies in another order is moved first.
 Segment GradBuffers::segment_of(ParamId id, Direction direction, const at::Tensor& flat) {
-  const Slot& slot = plan_->slot(id);
   const at::Tensor& param = params_->tensors[index(id)];
   at::Tensor& grad = grad_of(param);
-  Segment segment{.grad = nullptr, .offset = slot.offset, .numel = slot.numel};
+  Segment segment{.grad = nullptr, .offset = plan_->slot(id).offset, .numel = plan_->slot(id).numel};
   if (!grad.defined()) {
     if (direction == Direction::kAbsorb) return segment;
     grad = at::empty_strided(param.sizes(), strides_[index(id)], param.options().requires_grad(std::nullopt));
   }
-  check_grad(id, grad);
-  if (in_slot_order(id, grad) && !grad.is_conj() && !grad.is_neg()) {
-    segment.grad = const_cast<void*>(grad.const_data_ptr());
-    return segment;
-  }
+  check_grad(id, grad, flat.device());
+  if (!in_slot_order(id, grad) || grad.is_conj() || grad.is_neg()) return moved(id, direction, flat);
+  segment.grad = const_cast<void*>(grad.const_data_ptr());
+  return segment;
+}
+
+/// Moves a gradient that lies in another order through a view of its slot, to be scaled there; or, when it is to be
+/// cast too, to a place of its own, because scaling must come before the cast.
+Segment GradBuffers::moved(ParamId id, Direction direction, const at::Tensor& flat) {
   const at::NoGradGuard no_grad;
+  const Slot& slot = plan_->slot(id);
+  at::Tensor& grad = grad_of(params_->tensors[index(id)]);
+  Segment segment{.grad = nullptr, .offset = slot.offset, .numel = slot.numel};
   at::Tensor view = slot_view(flat, id);
   if (direction == Direction::kPublish) {
     grad.copy_(view);
+  } else if (casts(slot.bucket)) {
+    reordered_.push_back(at::empty_strided(grad.sizes(), strides_[index(id)], grad.options()).copy_(grad));
+    segment.grad = reordered_.back().mutable_data_ptr();
   } else {
     view.copy_(grad);
-    segment.grad = view.mutable_data_ptr();  // to be scaled in place
+    segment.grad = view.mutable_data_ptr();
   }
   return segment;
 }
@@ -177,8 +206,8 @@ void GradBuffers::absorb(BucketId id, double scale, const PresenceOf& presence) 
   const Bucket& bucket = plan_->bucket(id);
   if (bucket.sparse) return absorb_sparse(id, scale);
   const bool views = placement_ == GradPlacement::kBucketView;
-  if (!memory_[index(id)].defined()) memory_[index(id)] = allocate(id);
-  const at::Tensor& flat = memory_[index(id)];
+  if (!wire_[index(id)].defined()) provide_memory(id);
+  const at::Tensor& flat = wire_[index(id)];
   segments_.clear();
   for (const ParamId param : bucket.params) {
     const Presence here = presence ? presence(param) : Presence::kInside;
@@ -189,7 +218,12 @@ void GradBuffers::absorb(BucketId id, double scale, const PresenceOf& presence) 
     if (views && here == Presence::kOutside) move_out(param);
     segments_.push_back(segment_of(param, Direction::kAbsorb, flat));
   }
-  pack(flat, segments_, scale);
+  if (casts(id)) {
+    pack_cast(flat, segments_, grad_type(id), scale);
+    reordered_.clear();
+  } else {
+    pack(flat, segments_, scale);
+  }
   if (!views) return;
   for (const ParamId param : bucket.params) {
     at::Tensor& grad = grad_of(params_->tensors[index(param)]);
@@ -207,7 +241,7 @@ void GradBuffers::absorb_sparse(BucketId id, double scale) {
   const ParamId param = plan_->bucket(id).params.front();
   const at::Tensor& grad = grad_of(params_->tensors[index(param)]);
   if (!grad.defined()) {
-    memory_[index(id)] = empty_sparse_like(params_->tensors[index(param)]);
+    wire_[index(id)] = empty_sparse_like(params_->tensors[index(param)]);
     return;
   }
   if (grad.layout() != at::kSparse) {
@@ -216,7 +250,7 @@ void GradBuffers::absorb_sparse(BucketId id, double scale) {
          "ranks send a sparse one, so this step cannot finish. Use the parameter only in that module, or sparse=False.",
          params_->label(param));
   }
-  memory_[index(id)] = grad.detach().mul(scale);
+  wire_[index(id)] = grad.detach().mul(scale);
 }
 
 void GradBuffers::publish(BucketId id, const at::Tensor& mean, const Predicate& keep) {
@@ -227,7 +261,7 @@ void GradBuffers::publish(BucketId id, const at::Tensor& mean, const Predicate& 
     return;
   }
   if (placement_ == GradPlacement::kBucketView) {
-    at::Tensor& flat = memory_[index(id)];
+    at::Tensor& flat = homes_[index(id)];
     if (!mean.is_alias_of(flat)) flat.copy_(mean);
     for (const ParamId param : bucket.params) {
       if (!(keep && keep(param))) grad_of(params_->tensors[index(param)]) = views_[index(param)];
@@ -243,12 +277,20 @@ void GradBuffers::publish(BucketId id, const at::Tensor& mean, const Predicate& 
     // The kernel writes behind autograd's back: whoever saved this gradient must be able to notice.
     grad_of(params_->tensors[index(param)]).unsafeGetTensorImpl()->bump_version();
   }
-  unpack(mean, segments_);
-  if (!keeps_memory()) memory_[index(id)].reset();
+  if (mean.scalar_type() != grad_type(id)) {
+    unpack_cast(mean, segments_, grad_type(id));
+  } else {
+    unpack(mean, segments_);
+  }
+  if (!keeps_memory()) wire_[index(id)].reset();
 }
 
 GradBucket GradBuffers::lend(BucketId id) const {
-  return {.id = id, .count = plan_->num_buckets(), .memory = memory_[index(id)], .owner = this};
+  return {.id = id,
+          .count = plan_->num_buckets(),
+          .memory = wire_[index(id)],
+          .complex = params_->tensors[index(plan_->bucket(id).params.front())].is_complex(),
+          .owner = this};
 }
 
 const BucketMembers& GradBuffers::members(BucketId id) const {
@@ -259,6 +301,7 @@ const BucketMembers& GradBuffers::members(BucketId id) const {
   for (const ParamId param : bucket.params) {
     const at::Tensor& tensor = params_->tensors[index(param)];
     if (tensor.numel() == 0) continue;  // hooks need not know how to compress nothing
+    members->names.push_back(params_->names[index(param)]);
     members->params.push_back(tensor);
     if (bucket.sparse) continue;
     members->offsets.push_back(static_cast<size_t>(plan_->slot(param).offset));

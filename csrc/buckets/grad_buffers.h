@@ -47,13 +47,17 @@ enum class BucketLifetime {
 /// contract), so that a gradient with the parameter's strides is one straight copy.
 class GradBuffers {
  public:
+  /// The dtype in which a bucket is sent. Empty: that of its gradients.
+  using WireType = std::function<at::ScalarType(at::ScalarType grads, bool complex)>;
+
   /// @param params  must outlive this object.
-  GradBuffers(const ParamList& params, GradPlacement placement, BucketLifetime lifetime, BucketPlan plan);
+  GradBuffers(const ParamList& params, GradPlacement placement, BucketLifetime lifetime, BucketPlan plan,
+              const WireType& wire = {});
 
   [[nodiscard]] const BucketPlan& plan() const { return *plan_; }
 
   /// Replaces plan and memory. Gradients that exist are kept: those on bucket memory move to the new memory.
-  void adopt(BucketPlan plan);
+  void adopt(BucketPlan plan, const WireType& wire = {});
 
   /// How a gradient takes part in a reduction.
   enum class Presence {
@@ -69,11 +73,13 @@ class GradBuffers {
   /// @throws lockstep::Error  a gradient's dtype, device, shape or layout kind is not its parameter's.
   void absorb(BucketId id, double scale, const PresenceOf& presence);
 
-  /// Hands the mean to the gradients. `mean` has the size of the bucket; it may be other memory than the bucket's.
+  /// Hands the mean to the gradients. `mean` has the size of the bucket; it may be other memory than the bucket's, and
+  /// of its wire type or that of the gradients.
   /// @param keep  parameters whose gradient must stay as it is; empty: none.
   void publish(BucketId id, const at::Tensor& mean, const Predicate& keep);
 
-  /// A tensor on this parameter's slot in `flat`, with the parameter's shape, dtype and layout.
+  /// A tensor on this parameter's slot in `flat`, with the parameter's shape and layout, and its dtype when `flat` is
+  /// of that dtype too.
   [[nodiscard]] at::Tensor slot_view(const at::Tensor& flat, ParamId id) const;
 
   /// What a comm hook gets to see.
@@ -81,24 +87,27 @@ class GradBuffers {
   [[nodiscard]] const BucketMembers& members(BucketId id) const;
   /// "bucket 2 of 5 ('a.weight' (#3) ... 'b.bias' (#7))".
   [[nodiscard]] std::string describe(BucketId id) const;
-  /// Undefined while the bucket has no memory.
-  [[nodiscard]] const at::Tensor& memory(BucketId id) const { return memory_[index(id)]; }
-  [[nodiscard]] at::Tensor& memory(BucketId id) { return memory_[index(id)]; }
-  /// A tensor like the bucket's memory, filled with `value`, for a rank that has nothing to send.
+  /// What is sent. Undefined while the bucket has no memory.
+  [[nodiscard]] const at::Tensor& memory(BucketId id) const { return wire_[index(id)]; }
+  /// A tensor like that, filled with `value`, for a rank that has nothing to send.
   [[nodiscard]] at::Tensor stand_in(BucketId id, double value) const;
 
  private:
   enum class Direction { kAbsorb, kPublish };
 
-  [[nodiscard]] at::Tensor allocate(BucketId id) const;
+  [[nodiscard]] at::Tensor allocate(BucketId id, at::ScalarType type) const;
+  void provide_memory(BucketId id);
+  [[nodiscard]] at::ScalarType grad_type(BucketId id) const;
+  [[nodiscard]] bool casts(BucketId id) const { return wire_types_[index(id)] != grad_type(id); }
   [[nodiscard]] bool keeps_memory() const {
     return lifetime_ == BucketLifetime::kTraining || placement_ == GradPlacement::kBucketView;
   }
 
   void move_out(ParamId id);
   Segment segment_of(ParamId id, Direction direction, const at::Tensor& flat);
+  Segment moved(ParamId id, Direction direction, const at::Tensor& flat);
   void absorb_sparse(BucketId id, double scale);
-  void check_grad(ParamId id, const at::Tensor& grad) const;
+  void check_grad(ParamId id, const at::Tensor& grad, at::Device device) const;
   bool in_slot_order(ParamId id, const at::Tensor& grad) const;
 
   const ParamList* params_;
@@ -106,9 +115,12 @@ class GradBuffers {
   BucketLifetime lifetime_;
   std::vector<std::vector<int64_t>> strides_;  // of a slot, in elements of the parameter's dtype; by ParamId
   std::unique_ptr<const BucketPlan> plan_;     // its address stays the same as long as the plan does
-  std::vector<at::Tensor> memory_;             // by BucketId
+  std::vector<at::ScalarType> wire_types_;     // by BucketId, like the next two
+  std::vector<at::Tensor> wire_;               // what is sent
+  std::vector<at::Tensor> homes_;              // what gradients live in, with kBucketView: `wire_` unless that is cast
   std::vector<at::Tensor> views_;              // by ParamId; only with kBucketView
-  std::vector<Segment> segments_;              // scratch of absorb and publish
+  std::vector<Segment> segments_;              // scratch of absorb and publish, like the next
+  std::vector<at::Tensor> reordered_;          // gradients in the order of their slots, to be cast
   mutable std::vector<std::unique_ptr<const BucketMembers>> members_;  // by BucketId, built on demand
 };
 

@@ -57,6 +57,8 @@ enum class Code : int {
   kDeviceFailed = 35,
   kNcclNotJoined = 36,
   kNcclRefused = 37,
+  kHookArgument = 38,
+  kHookState = 39,
 };
 
 /// " [LS-007]".

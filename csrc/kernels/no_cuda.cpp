@@ -1,5 +1,6 @@
 // The CUDA half of the kernels in a build without CUDA: the same symbols, and one clear sentence.
 #include "core/error.h"
+#include "kernels/cast.h"
 #include "kernels/pack.h"
 
 namespace lockstep::cuda {
@@ -16,5 +17,13 @@ namespace {
 
 void pack(const at::Tensor& bucket, std::span<const Segment> /*segments*/, double /*scale*/) { refuse(bucket); }
 void unpack(const at::Tensor& bucket, std::span<const Segment> /*segments*/) { refuse(bucket); }
+
+void pack_cast(const at::Tensor& bucket, std::span<const Segment> /*segments*/, at::ScalarType /*grads*/,
+               double /*scale*/) {
+  refuse(bucket);
+}
+void unpack_cast(const at::Tensor& bucket, std::span<const Segment> /*segments*/, at::ScalarType /*grads*/) {
+  refuse(bucket);
+}
 
 }  // namespace lockstep::cuda

@@ -6,7 +6,8 @@
 namespace lockstep {
 
 /// One gradient in the two places it can be: its own memory, and its slot in the bucket.
-/// Both sides are dense runs of `numel` elements in the same order, of the bucket's dtype, on its device.
+/// Both sides are dense runs of `numel` elements in the same order, on the bucket's device, and of its dtype where a
+/// kernel does not say otherwise.
 struct Segment {
   void* grad = nullptr;  ///< Null stands for a gradient that is absent: zeros are packed, nothing is unpacked.
   int64_t offset = 0;    ///< Of the slot, in elements.

@@ -5,10 +5,8 @@
 
 #include "api/replica.h"
 #include "comm/watched_communicator.h"
-#include "hooks/registry.h"
 #include "python/bindings.h"
 #include "python/held.h"
-#include "python/python_hook.h"
 
 namespace lockstep::python {
 namespace {
@@ -75,18 +73,6 @@ void bind_reducer(py::module_& m) {
            "Raises RuntimeError on every rank when the ranks wrap different models. Collective.")
       .def("copy_from", &Replica::copy_from, py::arg("tensors"), py::arg("chunk_bytes"), py::arg("root"), NoGil(),
            "Overwrites the tensors by those of rank `root`. Collective.")
-      .def(
-          "set_comm_hook",
-          [](Replica& self, const std::string& name) { self.reducer().set_hook(make_comm_hook(name)); },
-          py::arg("name"), NoGil(), "Selects a hook of the engine by name. Between steps only.")
-      .def(
-          "set_python_hook",
-          [](Replica& self, py::object state, py::object hook, std::string name) {
-            auto adapter = make_python_hook(std::move(state), std::move(hook), std::move(name));
-            const py::gil_scoped_release no_gil;
-            self.reducer().set_hook(std::move(adapter));
-          },
-          py::arg("state"), py::arg("hook"), py::arg("name"), "Selects a hook written for torch. Between steps only.")
       .def("prepare_for_forward", &Replica::count_forward, NoGil(), "Counts a forward that is to be reduced.")
       .def(
           "_rebuild_buckets", [](Replica& self) { return self.reducer().begin_step(); }, NoGil(),
@@ -168,6 +154,7 @@ void bind_reducer(py::module_& m) {
       .def(
           "last_step_times", [](Replica& self) { return self.reducer().last_step_times(); }, NoGil());
   bind_watch(m, reducer);
+  bind_hooks(m, reducer);
 }
 
 }  // namespace lockstep::python

@@ -26,6 +26,12 @@ BucketPlan first_plan(std::span<const ParamSpec> specs, const ReducerOptions& op
   return BucketPlan(specs, group_by_registration(specs, options.first_limits), hook.slot_alignment());
 }
 
+GradBuffers::WireType wire_type(const CommHook& hook, int ranks) {
+  return [&hook, ranks](at::ScalarType grads, bool complex) {
+    return hook.wire_type({.dtype = grads, .complex = complex, .ranks = ranks});
+  };
+}
+
 /// The same groups in the same order, with other gaps between the slots.
 BucketPlan realigned(const BucketPlan& plan, std::span<const ParamSpec> specs, int64_t alignment) {
   std::vector<BucketGroup> groups;
@@ -69,7 +75,8 @@ Reducer::Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOp
       comm_(std::move(comm)),
       options_(std::move(options)),
       hook_(std::move(hook)),
-      buffers_(params_, options_.placement, options_.lifetime, first_plan(specs_, options_, *hook_)),
+      buffers_(params_, options_.placement, options_.lifetime, first_plan(specs_, options_, *hook_),
+               wire_type(*hook_, comm_->size())),
       tracker_(buffers_.plan()),
       usage_(params_.size()),
       progress_(std::move(progress)),
@@ -150,16 +157,6 @@ void Reducer::sync_gradients() {
   send(tracker_->finish());
   num_sent_ = in_flight_.size();
   finish();
-}
-
-void Reducer::set_hook(std::unique_ptr<CommHook> hook) {
-  const std::lock_guard lock(mutex_);
-  if (in_pass()) {
-    raise(Code::kHookDuringPass,
-          "the comm hook cannot be replaced while a backward pass is being reduced. Do it between steps.");
-  }
-  hook_ = std::move(hook);
-  adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
 }
 
 void Reducer::set_static_graph() {
@@ -297,7 +294,7 @@ void Reducer::reset(std::shared_ptr<Communicator> comm) {
   passes_ = 0;
   usage_.end_step();
   // Memory of our own: collectives of the old group may still write to the other one.
-  adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
+  realign();
   phase_ = Phase::kIdle;
   plan_state_ = PlanState::kProvisional;
 }
@@ -317,8 +314,11 @@ void Reducer::set_published_observer(std::function<void(ParamId)> observer) {
   published_observer_ = std::move(observer);
 }
 
+/// The plan as it is, laid out anew for this hook and this set of ranks.
+void Reducer::realign() { adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment())); }
+
 void Reducer::adopt_plan(BucketPlan plan) {
-  buffers_.adopt(std::move(plan));
+  buffers_.adopt(std::move(plan), wire_type(*hook_, comm_->size()));
   tracker_.emplace(buffers_.plan());
   hook_->on_new_plan();
   describe_plan();

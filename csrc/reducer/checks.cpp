@@ -149,7 +149,7 @@ PassWord Reducer::pass_word(bool joined) const {
                   100 * static_cast<int64_t>(options_.skip_unused_buckets) +
                   1000 * static_cast<int64_t>(records_firings()),
           .plan = plan_fingerprint_,
-          .hook = fingerprint(hook_->name())};
+          .hook = fingerprint(hook_->signature())};
 }
 
 void Reducer::start_guard(bool joined) {

@@ -42,8 +42,9 @@ std::string difference(size_t field, int64_t low, int64_t low_rank, int64_t high
           "ranks {} and {} have different bucket plans: sizes of buckets, parameters or their order differ", high_rank,
           low_rank);
     default:
-      return fmt::format("ranks {} and {} have different comm hooks: register the same one on every rank", high_rank,
-                         low_rank);
+      return fmt::format(
+          "ranks {} and {} have different comm hooks: register the same one with the same arguments on every rank",
+          high_rank, low_rank);
   }
 }
 

@@ -20,7 +20,7 @@ struct PassWord {
   int64_t pass = 0;      ///< Reduced passes before this one.
   int64_t mode = 0;      ///< Kind of graph and the like: which collectives will follow.
   uint64_t plan = 0;     ///< Fingerprint of the bucket plan.
-  uint64_t hook = 0;     ///< Fingerprint of the comm hook's name.
+  uint64_t hook = 0;     ///< Fingerprint of the comm hook and its arguments.
 };
 
 /// Agrees on a PassWord by one all-reduce of 11 numbers, which leaves before the first bucket and is awaited before the

@@ -21,7 +21,9 @@ void add_late_gradients(const GradBuffers& buffers, BucketId id, const ParamList
     if (!usage.late_anywhere(param)) continue;
     targets.push_back(buffers.slot_view(mean, param));
     const at::Tensor& grad = params.tensors[index(param)].grad();
-    parts.push_back(flat_reals(usage.late_here(param) ? grad.mul(scale) : at::zeros_like(targets.back())));
+    // Of the parameter's dtype on every rank: the mean may be of the wire's.
+    const at::Tensor& like = params.tensors[index(param)];
+    parts.push_back(flat_reals(usage.late_here(param) ? grad.mul(scale) : at::zeros_like(like)));
   }
   if (targets.empty()) return;
 

@@ -302,6 +302,7 @@ void Reducer::recover() {
 /// All ranks have taken part in one more pass, whatever came of it.
 void Reducer::end_pass() {
   ++passes_;
+  hook_->on_pass_ended();
   forwards_ = 0;
   outputs_.clear();
 }

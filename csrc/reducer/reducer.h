@@ -75,6 +75,15 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   /// @throws lockstep::Error  a backward is running.
   void set_hook(std::unique_ptr<CommHook> hook);
 
+  /// What the comm hook keeps between steps.
+  /// @throws lockstep::Error  a backward is running; nothing has changed.
+  [[nodiscard]] HookState hook_state();
+  /// Gives the hook a state saved earlier. Warns of what does not fit.
+  /// @throws lockstep::Error  a backward is running, or the state is of another hook or model; nothing has changed.
+  void load_hook_state(const HookState& state);
+  [[nodiscard]] HookStats hook_stats();
+  [[nodiscard]] std::string hook_signature();
+
   /// From now on the graph is the same in every step. Before the first synchronised backward only.
   /// @throws lockstep::Error  a synchronised backward has taken place.
   void set_static_graph();
@@ -200,6 +209,8 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void start_guard(bool joined);
   void check_guard();
   void adopt_plan(BucketPlan plan);
+  void realign();
+  void check_between_steps(const char* what) const;
   void describe_plan();
   bool adopt_waiting_plan();
   void end_pass();

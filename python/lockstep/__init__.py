@@ -15,6 +15,7 @@ from lockstep._version import __version__
 
 check_build()
 
+from lockstep import hooks  # noqa: E402
 from lockstep._codes import LocalGradientWarning  # noqa: E402
 from lockstep._install import install, uninstall  # noqa: E402
 from lockstep._monitor import dump_state, install_signal_handler  # noqa: E402
@@ -27,6 +28,7 @@ __all__ = [
     "__version__",
     "build_info",
     "dump_state",
+    "hooks",
     "install",
     "install_signal_handler",
     "register_output_type",

@@ -17,6 +17,7 @@ class Reducer(_C.Reducer):
         super().__init__(process_group=process_group, stall_threshold_ms=stall_threshold_ms, **options)
         self._process_group = process_group
         self._stall_threshold_ms = stall_threshold_ms
+        self.param_names: list[str] = options["names"]
 
     def _run_allreduce_hook(self, bucket: dist.GradBucket) -> torch.futures.Future:
         """Sum one bucket in place. The future holds a list with the bucket's buffer."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from lockstep import _C, _codes, _compat
@@ -18,14 +15,12 @@ from lockstep._buffers import Buffers, check_devices
 from lockstep._build_check import build_info
 from lockstep._codes import Code, tagged
 from lockstep._extras import Extras
+from lockstep._hooks import CommHooks
 from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
 
-#: ``hook(state, bucket)`` returns a future of the bucket's mean.
-Hook = Callable[[object, dist.GradBucket], torch.futures.Future]
 
-
-class DistributedDataParallel(Extras, Buffers, TorchDDP):
+class DistributedDataParallel(Extras, CommHooks, Buffers, TorchDDP):
     """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
 
     Takes the arguments of torch's class, of every supported version, and means the same by them. It is a subclass, so
@@ -133,6 +128,7 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
         first_limits, limits = _compat.bucket_limits(self, static_graph)
         dynamic = self.find_unused_parameters and not static_graph
         self._engine_hook: str | None = None
+        self._linked_state = None
         self.reducer = Reducer(
             params=parameters,
             names=[param_to_name_mapping[i].removeprefix(".") for i in range(len(parameters))],
@@ -298,51 +294,6 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
     def _match_unused_params_allreduce(self) -> None:
         """Part of ``shadow_step``."""
 
-    # ---- hooks ----
-
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook(state, bucket)`` reduce each bucket. Hooks written for torch's class run unchanged.
-
-        The bucket's gradients are not divided by the number of ranks: that is the hook's duty. All ranks must register
-        the same hook.
-
-        Raises:
-            TypeError: ``hook`` cannot be called.
-            ValueError: its annotations are not ``bucket: dist.GradBucket -> torch.futures.Future[torch.Tensor]``.
-            RuntimeError: a hook has been registered before, or a backward is running.
-        """
-        self._check_comm_hook(_with_types(hook))
-        name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        self._check_no_hook(name)
-        self.reducer.set_python_hook(state, hook, name)
-        self._note_hook(name)
-        self._comm_hooks.append((hook, state))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        name = str(comm_hook_type)
-        self._check_no_hook(name)
-        if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
-            self.reducer.set_python_hook(self.process_group, fp16_compress_hook, name)
-        else:
-            self.reducer.set_comm_hook("allreduce")
-        self._note_hook(name)
-
-    def _check_no_hook(self, name: str) -> None:
-        if self._engine_hook is not None:
-            self._log_and_throw(
-                RuntimeError,
-                tagged(
-                    Code.HOOK_TWICE,
-                    f"register_comm_hook or register_builtin_comm_hook can only be called once; "
-                    f"'{self._engine_hook}' is "
-                    f"registered already and '{name}' would replace it. Combine both in one hook.",
-                ),
-            )
-
-    def _note_hook(self, name: str) -> None:
-        self._engine_hook = name
-        self.logger._set_comm_hook_name(name)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         manual = state.pop("_manual_finalization", False)
         state.pop("_init_sync_due", None)
@@ -361,21 +312,6 @@ class DistributedDataParallel(Extras, Buffers, TorchDDP):
                 ),
             )
         self.logger.set_sample_rate(sample_rate)
-
-
-def _with_types(hook: Any) -> Any:
-    """``hook`` with annotations that are types also where ``from __future__ import annotations`` made them strings."""
-    try:
-        signature = inspect.signature(hook, eval_str=True)
-    except (NameError, TypeError, ValueError):
-        return hook  # torch's check knows what to say
-
-    @functools.wraps(hook)
-    def typed(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs)
-
-    typed.__signature__ = signature
-    return typed
 
 
 def _check_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: list[float] | None) -> None:

@@ -40,7 +40,7 @@ def _hook(name: str) -> tuple[object, object]:
 def _train(cls: type, name: str, options: dict) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model = cls(Reversed(), **options)
-    model.register_comm_hook(*_hook(name))
+    model.register_comm_hook(*_hook(name), **({} if cls is TorchDDP else {"native": False}))
     averager = PeriodicModelAverager(period=1, warmup_steps=2) if name == "post_local_sgd" else None
     grads = []
     for step in range(5):

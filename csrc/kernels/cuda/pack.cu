@@ -6,15 +6,11 @@
 #include <cstring>
 
 #include "kernels/cuda/pack.h"
-
-#if CUDART_VERSION < 12010
-#error "lockstep: the kernels need CUDA 12.1 or newer, where kernel parameters may be 32 KB"
-#endif
+#include "kernels/cuda/table.cuh"
 
 namespace lockstep::cuda {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr uint32_t kTileBytes = kThreads * 4 * sizeof(uint4);  // one pass of a block over its tile at best
 
 // Lengths and offsets on the device are counted in units of 2 bytes, which divide every element: one kernel copies all
@@ -24,31 +20,6 @@ constexpr uint32_t kTileUnits = kTileBytes / kUnit;
 constexpr int64_t kMaxRunUnits = int64_t{1} << 30;
 constexpr int64_t kWindowUnits = int64_t{1} << 32;
 static_assert(kMaxRunUnits % kTileUnits == 0);
-
-/// A gradient, or 2 GB of one.
-struct Run {
-  char* grad;  // null: zeros
-  uint32_t offset;
-  uint32_t length;
-};
-
-/// What a kernel is told, in its parameters. `first_tile` increases strictly from 0.
-template <int kCapacity>
-struct Table {
-  char* bucket;
-  double scale;
-  int num_runs;
-  bool to_bucket;
-  uint32_t first_tile[kCapacity];
-  Run runs[kCapacity];
-};
-
-// A small table is cheaper to launch with; the largest fills the 32764 bytes that parameters may have.
-constexpr int kSmall = 64;
-constexpr int kMedium = 256;
-constexpr int kLarge = 1024;
-constexpr int kLargest = 1600;
-static_assert(sizeof(Table<kLargest>) <= 32764);
 
 // ---- on the device ----
 
@@ -100,40 +71,6 @@ __device__ Word transformed(Word word, const Op& op) {
   for (Value& value : values) value = op(value);
   memcpy(&word, values, sizeof(Word));
   return word;
-}
-
-/// The run that `tile` belongs to, which is the last one that does not start after it. All threads of the block look at
-/// once and get the same answer.
-///
-/// The table is read as memory, though it lies in the parameters. Read as constants, by any search, each step would
-/// miss the cache of constants in every fresh block: on an H200 that halved the bandwidth of buckets with 1000
-/// gradients.
-template <int kCapacity>
-__device__ int run_of(const Table<kCapacity>& table, uint32_t tile) {
-  const uint32_t* first_tile = table.first_tile;
-  asm volatile("" : "+l"(first_tile));  // hides from the compiler where that is
-  constexpr int kReads = (kCapacity + kThreads - 1) / kThreads;
-  uint32_t starts[kReads];
-#pragma unroll
-  for (int k = 0; k < kReads; ++k) {
-    const int index = k * kThreads + static_cast<int>(threadIdx.x);
-    starts[k] = index < table.num_runs ? first_tile[index] : ~uint32_t{0};
-  }
-  int passed = 0;
-#pragma unroll
-  for (const uint32_t start : starts) passed += start <= tile;
-
-  constexpr int kWarps = kThreads / 32;
-  __shared__ int passed_by[kWarps];
-  int of_warp = passed;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) of_warp += __shfl_xor_sync(~0U, of_warp, step);
-  if (threadIdx.x % 32 == 0) passed_by[threadIdx.x / 32] = of_warp;
-  __syncthreads();
-  int all = 0;
-#pragma unroll
-  for (const int of_one : passed_by) all += of_one;
-  return all - 1;
 }
 
 /// Moves `bytes` by words, and what does not fill a word at either end by elements. Both sides lie equally modulo the

@@ -4,14 +4,16 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "core/error.h"
+#include "kernels/cast.h"
+#include "kernels/cuda/cast.h"
 #include "kernels/cuda/pack.h"
 #include "kernels/pack.h"
 
 namespace lockstep::cuda {
 namespace {
 
-Element element_of(const at::Tensor& bucket) {
-  switch (bucket.scalar_type()) {
+Element element_of(const at::Tensor& bucket, at::ScalarType type) {
+  switch (type) {
     case at::kFloat:
       return Element::kFloat;
     case at::kDouble:
@@ -22,11 +24,13 @@ Element element_of(const at::Tensor& bucket) {
       return Element::kBFloat16;
     default:
       fail(Code::kNoCudaKernels,
-           "a bucket on {} has dtype {}, which the CUDA kernels do not move: they know float, double, half and "
+           "gradients on {} have dtype {}, which the CUDA kernels do not move: they know float, double, half and "
            "bfloat16. Keep parameters of this dtype on the CPU, or exclude them from the reduction.",
-           bucket.device().str(), c10::toString(bucket.scalar_type()));
+           bucket.device().str(), c10::toString(type));
   }
 }
+
+Element element_of(const at::Tensor& bucket) { return element_of(bucket, bucket.scalar_type()); }
 
 /// Stands for the device of the bucket and its current stream as long as it lives.
 class OnDevice {
@@ -71,6 +75,20 @@ void unpack(const at::Tensor& bucket, std::span<const Segment> segments) {
   const OnDevice device(bucket);
   check(launch_unpack(bucket.const_data_ptr(), segments, element_of(bucket), device.stream()), bucket, segments.size(),
         "unpacking");
+}
+
+void pack_cast(const at::Tensor& bucket, std::span<const Segment> segments, at::ScalarType grads, double scale) {
+  const OnDevice device(bucket);
+  check(launch_pack_cast(bucket.mutable_data_ptr(), segments, element_of(bucket), element_of(bucket, grads), scale,
+                         device.stream()),
+        bucket, segments.size(), "packing and casting");
+}
+
+void unpack_cast(const at::Tensor& bucket, std::span<const Segment> segments, at::ScalarType grads) {
+  const OnDevice device(bucket);
+  check(launch_unpack_cast(bucket.const_data_ptr(), segments, element_of(bucket), element_of(bucket, grads),
+                           device.stream()),
+        bucket, segments.size(), "casting and unpacking");
 }
 
 }  // namespace lockstep::cuda

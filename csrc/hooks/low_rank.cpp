@@ -1,0 +1,143 @@
+#include "hooks/low_rank.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include "core/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr uint32_t kSeeds = 1'000'000'000;
+constexpr int64_t kEngineWords = 624;
+
+void place(std::vector<MatrixGroup>& groups, LowRankLayout& layout) {
+  for (MatrixGroup& group : groups) {
+    group.m = layout.m_numel;
+    group.p = layout.p_numel;
+    group.q = layout.q_numel;
+    layout.m_numel += group.count * group.rows * group.cols;
+    layout.p_numel += group.count * group.rows * group.rank;
+    layout.q_numel += group.count * group.cols * group.rank;
+  }
+}
+
+}  // namespace
+
+LowRankLayout matrix_per_parameter(const BucketMembers& members, const LowRankLimits& limits) {
+  LowRankLayout layout;
+  std::vector<std::vector<size_t>> of_group;
+  for (size_t i = 0; i < members.params.size(); ++i) {
+    const auto numel = static_cast<int64_t>(members.lengths[i]);
+    const int64_t rows = members.sizes[i].empty() ? 1 : members.sizes[i].front();
+    const int64_t cols = numel / rows;
+    const int64_t rank = std::min({rows, cols, limits.rank});
+    const int64_t compressed = (rows + cols) * rank;
+    layout.numel_before += numel;
+    if (static_cast<double>(compressed) * limits.min_compression_rate >= static_cast<double>(numel)) {
+      layout.rest.push_back({static_cast<int64_t>(members.offsets[i]), layout.rest_numel, numel});
+      layout.rest_numel += numel;
+      layout.numel_after += numel;
+      continue;
+    }
+    layout.numel_after += compressed;
+    const auto same = std::find_if(layout.groups.begin(), layout.groups.end(),
+                                   [&](const MatrixGroup& g) { return g.rows == rows && g.cols == cols; });
+    const auto at = static_cast<size_t>(same - layout.groups.begin());
+    if (same == layout.groups.end()) {
+      layout.groups.push_back({.rows = rows, .cols = cols, .rank = rank, .count = 0});
+      of_group.emplace_back();
+    }
+    ++layout.groups[at].count;
+    of_group[at].push_back(i);
+  }
+  place(layout.groups, layout);
+  for (size_t g = 0; g < layout.groups.size(); ++g) {
+    const MatrixGroup& group = layout.groups[g];
+    for (size_t k = 0; k < of_group[g].size(); ++k) {
+      const size_t i = of_group[g][k];
+      const int64_t m = group.m + static_cast<int64_t>(k) * group.rows * group.cols;
+      const int64_t q = group.q + static_cast<int64_t>(k) * group.cols * group.rank;
+      layout.matrices.push_back({static_cast<int64_t>(members.offsets[i]), m, group.rows * group.cols});
+      layout.errors.push_back({members.names[i], m, group.rows * group.cols});
+      layout.factors.push_back({members.names[i], q, group.cols * group.rank});
+    }
+  }
+  return layout;
+}
+
+LowRankLayout matrix_per_bucket(const BucketMembers& members, int64_t numel, const LowRankLimits& limits) {
+  LowRankLayout layout;
+  auto side = static_cast<int64_t>(std::sqrt(static_cast<double>(numel)));
+  while (side * side < numel) ++side;
+  const int64_t rank = std::min(side, limits.rank);
+  layout.groups.push_back({.rows = side, .cols = side, .rank = rank, .count = 1});
+  place(layout.groups, layout);
+  layout.matrices.push_back({0, 0, numel});
+  for (size_t i = 0; i < members.names.size(); ++i) {
+    layout.errors.push_back(
+        {members.names[i], static_cast<int64_t>(members.offsets[i]), static_cast<int64_t>(members.lengths[i])});
+  }
+  // Filled up with zeros, but what is left out there is not.
+  const std::string key = fmt::format("[{}]", fmt::join(members.names, " "));
+  layout.errors.push_back({key, numel, layout.m_numel - numel});
+  // The factor belongs to these parameters in this order; of another bucket it would be a random start.
+  layout.factors.push_back({key, 0, layout.q_numel});
+  layout.numel_before = numel;
+  layout.numel_after = layout.p_numel + layout.q_numel;
+  return layout;
+}
+
+uint64_t FactorSeeds::next() {
+  constexpr uint32_t kMask = (uint32_t{1} << 30) - 1;  // the smallest that covers the range
+  uint32_t value = 0;
+  do {
+    value = static_cast<uint32_t>(engine_()) & kMask;
+  } while (value >= kSeeds);
+  return value;
+}
+
+at::Tensor FactorSeeds::state() const {
+  std::ostringstream text;
+  text << engine_;
+  std::istringstream words(text.str());
+  at::Tensor state = at::empty({kEngineWords + 1}, at::dtype(at::kLong));
+  auto* out = state.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i <= kEngineWords; ++i) words >> out[i];
+  return state;
+}
+
+void FactorSeeds::set_state(const at::Tensor& state) {
+  if (state.numel() != kEngineWords + 1 || state.scalar_type() != at::kLong || !state.is_cpu()) {
+    fail(Code::kHookState, "the random state of a comm hook must be {} integers, but has {} of type {}.",
+         kEngineWords + 1, state.numel(), c10::toString(state.scalar_type()));
+  }
+  const at::Tensor dense = state.contiguous();
+  const auto* in = dense.const_data_ptr<int64_t>();
+  std::stringstream words;
+  for (int64_t i = 0; i <= kEngineWords; ++i) words << in[i] << ' ';
+  words >> engine_;
+}
+
+void draw_factors(const at::Tensor& q, const std::vector<MatrixGroup>& groups, uint64_t seed, bool as_one) {
+  const at::Generator generator = at::detail::createCPUGenerator(seed);
+  const auto options = at::dtype(q.scalar_type()).device(at::kCPU);
+  for (const MatrixGroup& group : groups) {
+    const at::Tensor all = group.q_of(q);
+    if (as_one) {
+      all.copy_(at::randn(all.sizes(), generator, options));
+      continue;
+    }
+    for (int64_t i = 0; i < group.count; ++i) {
+      at::Tensor one = all.narrow(0, i, 1);
+      one.copy_(at::randn(one.sizes(), generator, options));
+    }
+  }
+}
+
+}  // namespace lockstep
