@@ -116,6 +116,9 @@ class CommHooks:
         return {"steps": steps, "numel_before": before, "numel_after": after, "rate": before / after if after else 0.0}
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
+            text = f"a built-in comm hook is a torch.distributed.BuiltinCommHookType, but got {comm_hook_type!r}"
+            self._log_and_throw(TypeError, tagged(Code.BAD_ARGUMENT, text))
         name = str(comm_hook_type)
         self._check_no_hook(name)
         is_half = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
