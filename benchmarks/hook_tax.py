@@ -8,9 +8,8 @@ share of the bytes takes on the wire.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,15 +24,9 @@ RANKS = (1, 4)  # of PowerSGD
 FIRST_COMPRESSED_STEP = 2  # the smallest that torch allows with error feedback
 HALF = {"tolerance": 0.02, "wire_share": 0.5}
 LOSSY = {"tolerance": None, "wire_share": None}
-# What a hook promises, by the start of its name; one that is not here has to give the mean.
-PROMISES: dict[str, dict[str, Any]] = {
-    "fp16": HALF,
-    "bf16": HALF,
-    "int8": {"tolerance": 0.05, "wire_share": 0.25},
-    "powersgd": LOSSY,
-    "batched_powersgd": LOSSY,
-}
-NAMES = ("fp16", "bf16", "int8", "powersgd")  # for a lockstep that does not list its hooks
+INT8 = {"tolerance": 0.05, "wire_share": 0.25}
+#: What a hook must give to be timed, by its fidelity in the registry.
+PROMISES: dict[str, dict[str, Any]] = {"half": HALF, "quantized": INT8, "low_rank": LOSSY}
 
 
 def hooked(wrap: Wrap, register: Callable[[nn.Module], object]) -> Wrap:
@@ -71,56 +64,26 @@ def torch_hooks() -> list[Contender]:
     ]
 
 
-def registry_names() -> list[str]:
-    """Names of all rows of the registry but the plain all-reduce, which is what a model does without a hook."""
-    native, hooks = importlib.import_module("lockstep._C"), None
-    with contextlib.suppress(ImportError):
-        hooks = importlib.import_module("lockstep.hooks")
-    for owner in (native, hooks):
-        for attribute in ("comm_hook_names", "hook_names", "names"):
-            listed = getattr(owner, attribute, None)
-            if listed is not None:
-                names = listed() if callable(listed) else listed
-                return [str(name) for name in names if name not in ("allreduce", "all_reduce")]
-    return list(NAMES)
-
-
-def power_sgd(rank: int) -> Callable[[Any], None]:
-    """Register the native PowerSGD of this rank, compressing from the same step on as torch's."""
-
-    def register(model: Any) -> None:
-        factory = importlib.import_module("lockstep.hooks").PowerSGD
-        known = inspect.signature(factory).parameters
-        start = next((name for name in known if name.startswith("start")), None)
-        model.register_comm_hook(factory(rank=rank, **({start: FIRST_COMPRESSED_STEP} if start else {})))
-
-    return register
-
-
-def by_name(name: str) -> Callable[[Any], None]:
-    """Choose a hook by its name in the registry."""
-
-    def register(model: Any) -> None:
-        (model if hasattr(model, "set_comm_hook") else model.reducer).set_comm_hook(name)
-
-    return register
-
-
 def lockstep_hooks() -> list[Contender]:
-    """Our engine without a hook and with each row of the registry. An unknown name becomes a failed row."""
+    """Our engine without a hook and with each row of the registry but the plain all-reduce, which is the same."""
     engine = lockstep_engine()
     if isinstance(engine, str):
         return []
     plain = with_options(engine)
     found = [Contender(LOCKSTEP_DEFAULT, plain)]
-    for name in registry_names():
-        promise = next((p for start, p in PROMISES.items() if name.lower().startswith(start)), {})
-        if name.lower() == "powersgd":
-            for rank in RANKS:
-                found.append(Contender(f"lockstep powersgd rank {rank}", hooked(plain, power_sgd(rank)), **promise))
-        else:
-            found.append(Contender(f"lockstep {name}", hooked(plain, by_name(name)), **promise))
+    for name, fidelity, _ in importlib.import_module("lockstep._C").comm_hooks():
+        if fidelity == "exact":
+            continue
+        for rank in RANKS if fidelity == "low_rank" else (None,):
+            arguments = {} if rank is None else {"rank": rank, "start_iteration": FIRST_COMPRESSED_STEP}
+            label = f"lockstep {name}" if rank is None else f"lockstep {name} rank {rank}"
+            register = functools.partial(_set_hook, name, arguments)
+            found.append(Contender(label, hooked(plain, register), **PROMISES[fidelity]))
     return found
+
+
+def _set_hook(name: str, arguments: dict[str, Any], model: Any) -> None:
+    model.set_comm_hook(name, **arguments)
 
 
 def contenders(_: str) -> tuple[list[Contender], dict[str, str]]:
