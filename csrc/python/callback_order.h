@@ -25,8 +25,8 @@ class CallbackOrder {
 
   [[nodiscard]] bool one_at_a_time() const { return habit_ != Habit::kDoneWhenStarted; }
 
-  /// A new pass begins.
-  void on_pass() {
+  /// Every bucket of the pass is done, or given up.
+  void on_pass_ended() {
     if (habit_ == Habit::kUnknown && has_seen_one_) habit_ = Habit::kDoneWhenStarted;
   }
   /// The hook has returned. The GIL must be held since it was called, so that no callback has run.

@@ -131,10 +131,13 @@ class PythonHook final : public CommHook {
   [[nodiscard]] std::string name() const override { return name_; }
   [[nodiscard]] int64_t slot_alignment() const override { return 1; }
   [[nodiscard]] bool communicates_later() const override { return order_->one_at_a_time(); }
+  void on_pass_ended() override {
+    order_->on_pass_ended();
+    last_.reset();  // it was awaited, or given up
+  }
 
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
     std::string where = fmt::format("the comm hook '{}', called for {},", name_, bucket.describe());
-    if (bucket.id == BucketId{0}) order_->on_pass();
     const bool on_host = bucket.memory.is_cpu();
     if (on_host && order_->one_at_a_time()) await_last(comm);
     const py::gil_scoped_acquire gil;

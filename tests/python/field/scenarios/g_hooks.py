@@ -81,7 +81,7 @@ def failing_hook(engine: Engine, how: str) -> None:
         assert_contains(caught.text, "rank 1" if begin_late else "the user's own text")
         return  # nobody can know when both are ready for another step
     else:
-        kinds = ValueError if how == "raises" else (RuntimeError, TypeError)
+        kinds = ValueError if how == "raises" else (RuntimeError, TypeError, ValueError)
         coded_too = how not in ("raises", "failed_future")  # those are the user's own errors
         within = LATE if how == "never" else SOON
         with refused(engine, "my_hook", *phrases, within=within, kinds=kinds, coded_too=coded_too):
