@@ -35,7 +35,7 @@ Findings found(const std::vector<PassWord>& words) {
     EXPECT_FALSE(guard.started());
     guard.start(*comm, words[rank], at::kCPU);
     EXPECT_TRUE(guard.started());
-    findings[rank] = guard.finish();
+    findings[rank] = guard.finish(*comm, Reading::kNow);
     EXPECT_FALSE(guard.started());
   });
   return findings;
@@ -163,7 +163,7 @@ TEST(Guard, FindsNothingInAGroupThatCannotTakeAMaximum) {
     SumsOnly comm(inner);
     Guard guard;
     guard.start(comm, with(&PassWord::pass, inner->rank() == 0 ? PassWord::kAny : 7), at::kCPU);
-    EXPECT_THAT(guard.finish().text, IsEmpty());
+    EXPECT_THAT(guard.finish(comm, Reading::kNow).text, IsEmpty());
   });
 }
 
@@ -173,11 +173,44 @@ TEST(Guard, StartsOnceInAPassAndForgetsOneThatWasNotFinished) {
     guard.start(*comm, word(), at::kCPU);
     guard.start(*comm, with(&PassWord::pass, comm->rank()), at::kCPU);
     EXPECT_EQ(comm->num_calls(), 1);
-    EXPECT_THAT(guard.finish().text, IsEmpty()) << "the first word counts";
-    EXPECT_THAT(guard.finish().text, IsEmpty()) << "nothing is on its way";
+    EXPECT_THAT(guard.finish(*comm, Reading::kNow).text, IsEmpty()) << "the first word counts";
+    EXPECT_THAT(guard.finish(*comm, Reading::kNow).text, IsEmpty()) << "nothing is on its way";
     guard.start(*comm, word(), at::kCPU);
     guard.reset();
     EXPECT_FALSE(guard.started());
+  });
+}
+
+TEST(Guard, TellsAPassLaterWhatItFoundWhereNobodyMayWait) {
+  run_ranks(2, [](std::shared_ptr<ThreadCommunicator> comm) {
+    Guard guard;
+    guard.start(*comm, with(&PassWord::pass, comm->rank()), at::kCPU);
+    EXPECT_THAT(guard.finish(*comm, Reading::kLater).text, IsEmpty());
+    guard.start(*comm, word(), at::kCPU);
+    const Guard::Finding late = guard.finish(*comm, Reading::kLater);
+    EXPECT_THAT(late.text, HasSubstr("rank 1 has reduced 1 backward passes before this one, but rank 0 only 0"));
+    EXPECT_TRUE(late.is_late);
+    guard.start(*comm, with(&PassWord::pass, 10 + comm->rank()), at::kCPU);
+    const Guard::Finding now = guard.finish(*comm, Reading::kNow);
+    EXPECT_THAT(now.text, HasSubstr("rank 1 has reduced 11"));
+    EXPECT_FALSE(now.is_late);
+    guard.start(*comm, word(), at::kCPU);
+    EXPECT_THAT(guard.finish(*comm, Reading::kNow).text, IsEmpty()) << "each difference is told once";
+  });
+}
+
+TEST(Guard, DoesNotForgetWhatIsStillToBeRead) {
+  run_ranks(2, [](std::shared_ptr<ThreadCommunicator> comm) {
+    Guard guard;
+    guard.start(*comm, with(&PassWord::pass, comm->rank()), at::kCPU);
+    EXPECT_THAT(guard.finish(*comm, Reading::kLater).text, IsEmpty());
+    guard.start(*comm, word(), at::kCPU);
+    EXPECT_TRUE(guard.finish(*comm, Reading::kNow).is_late);
+    guard.start(*comm, with(&PassWord::pass, comm->rank()), at::kCPU);
+    EXPECT_THAT(guard.finish(*comm, Reading::kLater).text, IsEmpty());
+    guard.reset();
+    guard.start(*comm, word(), at::kCPU);
+    EXPECT_THAT(guard.finish(*comm, Reading::kNow).text, IsEmpty()) << "but a reset does";
   });
 }
 
@@ -187,7 +220,7 @@ TEST(Guard, CostsNothingWhereThereIsOneRank) {
     guard.start(*comm, word(), at::kCPU);
     EXPECT_FALSE(guard.started());
     EXPECT_EQ(comm->num_calls(), 0);
-    EXPECT_THAT(guard.finish().text, IsEmpty());
+    EXPECT_THAT(guard.finish(*comm, Reading::kNow).text, IsEmpty());
   });
 }
 
