@@ -42,4 +42,5 @@ grep 'tests passed' "$LOGS/ctest.log"
 
 # pytest last and in the open: its closing line is the verdict. lockstep_testing is found by processes that tests start.
 export PYTHONPATH=$ROOT/build/release/testing${PYTHONPATH:+:$PYTHONPATH}
-python -m pytest --no-header "$@"
+# Two at a time: most tests wait for ranks that do not come, or for processes that start.
+python -m pytest --no-header -n 2 "$@"
