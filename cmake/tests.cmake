@@ -28,6 +28,7 @@ endif()
 
 # lockstep_tests: the engine, with ranks as threads of one process.
 add_executable(lockstep_tests
+  tests/cpp/engine/c10d_communicator_test.cpp
   tests/cpp/engine/cast_test.cpp
   tests/cpp/engine/checksum_test.cpp
   tests/cpp/engine/communicator_test.cpp

@@ -24,15 +24,13 @@ class C10dTransfer : public Transfer {
     if (!on_host_) patience = kNoTimeout;  // streams wait, and only a timeout would make the host wait too
     const auto start = std::chrono::steady_clock::now();
     try {
-      // A false return means an aborted collective whose data is not what anybody asked for.
-      if (!work_->wait(patience)) {
-        fail(Code::kAborted, "a collective was aborted before it finished; its result must not be used");
-      }
+      await(patience);
     } catch (const c10::Error&) {
       // c10d raises when its patience ends, which leaves the collective as it was.
       const bool in_time = std::chrono::steady_clock::now() - start < patience;
-      if (patience == kNoTimeout || in_time || work_->isCompleted()) throw;
-      return false;
+      if (patience == kNoTimeout || in_time) throw;
+      if (!work_->isCompleted()) return false;
+      await(kNoTimeout);  // it has ended since: well, or with an error of its own
     }
     tensors_.clear();
     return true;
@@ -42,6 +40,12 @@ class C10dTransfer : public Transfer {
   c10::intrusive_ptr<c10d::Work> work_;
 
  private:
+  void await(std::chrono::milliseconds patience) {
+    // A false return means an aborted collective whose data is not what anybody asked for.
+    if (work_->wait(patience)) return;
+    fail(Code::kAborted, "a collective was aborted before it finished; its result must not be used");
+  }
+
   std::vector<at::Tensor> tensors_;  // groups written in Python need not keep them alive
   bool on_host_;
 };

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdio>
 #include <map>
+#include <optional>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -224,11 +225,13 @@ void Monitor::raise_if_hopeless() {
 std::string Monitor::explain_failure(const std::string& text) {
   const Standing mine = state_->look();
   state_->progress->give_up("");
-  const auto deadline = Clock::now() + PeerWatch::kSilence + kHeartbeat;
+  // Counted from look to look: a store that is slow must not use up the time in which silence shows.
+  std::optional<Clock::time_point> first_look;
+  Clock::time_point last_look;
   std::string report;
   try {
     state_->publish(state_->progress->look());
-    while (Clock::now() < deadline) {
+    do {
       const PeerWatch::Judgement judgement = state_->judge(mine, PeerWatch::Because::kCollectiveFailed);
       if (!judgement.error.empty()) {
         state_->progress->give_up(judgement.error);
@@ -236,9 +239,11 @@ std::string Monitor::explain_failure(const std::string& text) {
         return judgement.error;
       }
       report = judgement.report;
+      last_look = Clock::now();
+      if (!first_look) first_look = last_look;
       std::unique_lock lock(state_->mutex);
       state_->changed.wait_for(lock, kTick, [this] { return state_->stop; });
-    }
+    } while (last_look < *first_look + PeerWatch::kSilence + kHeartbeat);
   } catch (const std::exception&) {
     state_->progress->give_up(text);
     return state_->about_lost_store(mine);

@@ -43,6 +43,7 @@ class FragileStore final : public c10d::HashStore {
   }
   std::vector<uint8_t> get(const std::string& key) override {
     check_alive();
+    std::this_thread::sleep_for(delay_.load());
     return HashStore::get(key);
   }
   bool check(const std::vector<std::string>& keys) override {
@@ -50,12 +51,14 @@ class FragileStore final : public c10d::HashStore {
     return HashStore::check(keys);
   }
   void cut() { alive_ = false; }
+  void slow_down(milliseconds delay) { delay_ = delay; }
 
  private:
   void check_alive() const {
     if (!alive_) throw std::runtime_error("Broken pipe");
   }
   std::atomic<bool> alive_ = true;
+  std::atomic<milliseconds> delay_{};
 };
 
 bool eventually(const std::function<bool()>& condition) {
@@ -186,6 +189,14 @@ TEST(Monitor, BothRanksWhoseCollectiveFailedBlameTheDeadOneAndNotEachOther) {
     EXPECT_THAT(ranks.monitors[rank]->lines()[rank]->detail, HasSubstr("rank 1"));
   }
   EXPECT_LT(steady_clock::now() - begin, PeerWatch::kSilence + std::chrono::seconds(3));
+}
+
+TEST(Monitor, ASlowStoreDoesNotHideADeath) {
+  Ranks ranks(2);
+  ranks.kill(1, Stage::kForward);
+  ranks.store->slow_down(milliseconds(1200));  // two lines a look: the second ends after silence, but not of 3.5 s
+  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer"),
+              HasSubstr("rank 1 has not been heard of"));
 }
 
 TEST(Monitor, AFailureElsewhereExplainsOursAtOnce) {
