@@ -85,6 +85,6 @@ def _wrap_step_destroy(cycles: int) -> tuple[int, int]:
 @pytest.mark.timeout(400)  # each of them connects its ranks anew
 def test_wrapping_and_dropping_a_thousand_models_leaves_nothing_behind(ranks):
     for kib, files in ranks.run(_wrap_step_destroy, 1000, timeout=380):
-        # A bucket of this model is 257 KiB: 500 leaked ones would be 125 MiB. The group's store, which is in memory here
-        # too, keeps the addresses that ranks tell each other: some 10 KiB each time.
+        # A bucket of this model is 257 KiB: 500 leaked ones would be 125 MiB. The group's store, which is in memory
+        # here too, keeps the addresses that ranks tell each other: some 10 KiB each time.
         assert kib < 32 * 1024 and files == 0, (kib, files)
