@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <map>
 #include <optional>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -14,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
+#include "comm/store_prefix.h"
 #include "core/error.h"
 
 namespace lockstep {
@@ -272,9 +272,6 @@ void Monitor::request_dump() { ++dumps_requested; }
 
 c10::intrusive_ptr<c10d::Store> monitor_store(const c10::intrusive_ptr<c10d::Store>& group_store,
                                               const std::string& group_name, int rank) {
-  // Wrapping is collective, so that every rank counts alike. By rank too: ranks may be threads of one process.
-  static std::mutex mutex;
-  static std::map<std::pair<std::string, int>, int> replicas;
   if (!group_store) return nullptr;
   c10::intrusive_ptr<c10d::Store> base = group_store;
   if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(base.get())) base = prefixed->getUnderlyingNonPrefixStore();
@@ -282,9 +279,7 @@ c10::intrusive_ptr<c10d::Store> monitor_store(const c10::intrusive_ptr<c10d::Sto
                       dynamic_cast<c10d::FileStore*>(base.get()) != nullptr ||
                       dynamic_cast<c10d::HashStore*>(base.get()) != nullptr;
   if (!usable) return nullptr;
-  const std::lock_guard lock(mutex);
-  const int number = replicas[{group_name, rank}]++;
-  return c10::make_intrusive<c10d::PrefixStore>(fmt::format("lockstep/{}", number), group_store->clone());
+  return c10::make_intrusive<c10d::PrefixStore>(next_store_prefix("lockstep", group_name, rank), group_store->clone());
 }
 
 }  // namespace lockstep

@@ -3,8 +3,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
 
-#include <map>
-#include <mutex>
 #include <numeric>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -12,6 +10,7 @@
 
 #include "comm/c10d_communicator.h"
 #include "comm/nccl_communicator.h"
+#include "comm/store_prefix.h"
 #include "core/error.h"
 
 namespace lockstep {
@@ -19,13 +18,8 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// A prefix in the group's store that no other replica takes. Every rank asks alike, so that all count alike; by rank
-/// too, because ranks may be threads of one process.
 std::string next_prefix(c10d::ProcessGroup& group) {
-  static std::mutex mutex;
-  static std::map<std::pair<std::string, int>, int> taken;
-  const std::lock_guard lock(mutex);
-  return fmt::format("lockstep/own/{}", taken[{group.getGroupName(), group.getRank()}]++);
+  return next_store_prefix("lockstep/own", group.getGroupName(), group.getRank());
 }
 
 /// A second gloo group with the same ranks and options. Null for a wrapper around the backend, such as torch's for
@@ -57,8 +51,7 @@ std::shared_ptr<Communicator> join_nccl(const Group& group, at::Device device) {
   if (!device.is_cuda()) {
     fail(Code::kNcclNotJoined,
          "[rank {}] communicator='nccl' needs a model on a GPU, but its parameters are on '{}'. Move the model first, "
-         "or "
-         "leave the choice to lockstep (communicator='auto').",
+         "or leave the choice to lockstep (communicator='auto').",
          group->getRank(), device.str());
   }
   const c10::DeviceGuard guard(device);
