@@ -108,10 +108,8 @@ C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
 std::string C10dCommunicator::name() const { return group_->getBackendName(); }
 
 TransferPtr C10dCommunicator::sum(at::Tensor data) {
-  if (data.is_sparse() && !data.is_cpu()) {  // NCCL has no sparse sum, and gloo only one on the host
-    sum_sparse(*this, std::move(data));
-    return std::make_unique<Done>();
-  }
+  // NCCL has no sparse sum, and gloo only one on the host.
+  if (data.is_sparse() && !data.is_cpu()) return sum_sparse(*this, std::move(data));
   return reduce(*group_, std::move(data), ReduceOp::SUM);
 }
 

@@ -289,10 +289,7 @@ TransferPtr NcclCommunicator::reduce(const char* collective, std::span<const at:
 }
 
 TransferPtr NcclCommunicator::sum(at::Tensor data) {
-  if (data.is_sparse()) {
-    sum_sparse(*this, std::move(data));
-    return std::make_unique<Done>();
-  }
+  if (data.is_sparse()) return sum_sparse(*this, std::move(data));
   return reduce("all-reduce", std::span(&data, 1), ncclSum);
 }
 

@@ -26,9 +26,15 @@ at::Tensor padded(const at::Tensor& tensor, int64_t rows) {
   return result;
 }
 
+/// What `sum_sparse` has done before it returned.
+class Done final : public Transfer {
+ public:
+  void wait() override {}
+};
+
 }  // namespace
 
-void sum_sparse(Communicator& comm, at::Tensor data) {
+TransferPtr sum_sparse(Communicator& comm, at::Tensor data) {
   const at::NoGradGuard no_grad;
   const at::Tensor mine = data.coalesce();
   const at::Tensor indices = mine.indices().t();
@@ -54,6 +60,7 @@ void sum_sparse(Communicator& comm, at::Tensor data) {
                 : at::sparse_coo_tensor(at::cat(all_indices).t(), at::cat(all_values), data.sizes(), data.options())
                       .coalesce();
   data.copy_(sum);
+  return std::make_unique<Done>();
 }
 
 }  // namespace lockstep

@@ -7,16 +7,10 @@
 
 namespace lockstep {
 
-/// `data` (sparse COO) becomes its sum over ranks, by gathering indices and values. The host waits, because the number
-/// of entries differs from rank to rank. Collective.
+/// `data` (sparse COO) becomes its sum over ranks, by gathering indices and values. The host waits before this returns,
+/// because the number of entries differs from rank to rank. Collective.
 ///
 /// Traffic: every rank receives, from each rank, as many entries as the fullest one has.
-void sum_sparse(Communicator& comm, at::Tensor data);
-
-/// What `sum_sparse` has done before it returned.
-class Done final : public Transfer {
- public:
-  void wait() override {}
-};
+TransferPtr sum_sparse(Communicator& comm, at::Tensor data);
 
 }  // namespace lockstep
