@@ -91,9 +91,8 @@ void GradBuffers::adopt(BucketPlan plan, const WireType& wire) {
   wire_types_.clear();
   for (size_t b = 0; b < wire_.size(); ++b) {
     const BucketId id = bucket_id(b);
-    const at::Tensor& first = params_->tensors[index(plan_->bucket(id).params.front())];
     const bool as_it_is = !wire || plan_->bucket(id).sparse;
-    wire_types_.push_back(as_it_is ? real_type(first) : wire(real_type(first), first.is_complex()));
+    wire_types_.push_back(as_it_is ? grad_type(id) : wire(grad_type(id), is_complex(id)));
     if (keeps_memory()) provide_memory(id);
   }
   in_place_.assign(params_->size(), at::Tensor());
@@ -117,8 +116,13 @@ void GradBuffers::adopt(BucketPlan plan, const WireType& wire) {
   }
 }
 
-at::ScalarType GradBuffers::grad_type(BucketId id) const {
-  return real_type(params_->tensors[index(plan_->bucket(id).params.front())]);
+at::ScalarType GradBuffers::grad_type(BucketId id) const { return real_type(first_param(id)); }
+
+bool GradBuffers::is_complex(BucketId id) const { return first_param(id).is_complex(); }
+
+/// Stands for all parameters of the bucket, which have one dtype and device.
+const at::Tensor& GradBuffers::first_param(BucketId id) const {
+  return params_->tensors[index(plan_->bucket(id).params.front())];
 }
 
 void GradBuffers::provide_memory(BucketId id) {
@@ -130,15 +134,13 @@ void GradBuffers::provide_memory(BucketId id) {
 at::Tensor GradBuffers::allocate(BucketId id, at::ScalarType type) const {
   const Bucket& bucket = plan_->bucket(id);
   if (bucket.sparse) return {};  // the gradient itself is sent
-  const at::Tensor& first = params_->tensors[index(bucket.params.front())];
   // Zeros, because gaps between slots travel with the bucket.
-  return at::zeros({bucket.numel}, first.options().dtype(type).requires_grad(std::nullopt));
+  return at::zeros({bucket.numel}, first_param(id).options().dtype(type).requires_grad(std::nullopt));
 }
 
 at::Tensor GradBuffers::stand_in(BucketId id, double value) const {
   const Bucket& bucket = plan_->bucket(id);
-  return bucket.sparse ? empty_sparse_like(params_->tensors[index(bucket.params.front())])
-                       : allocate(id, wire_types_[index(id)]).fill_(value);
+  return bucket.sparse ? empty_sparse_like(first_param(id)) : allocate(id, wire_types_[index(id)]).fill_(value);
 }
 
 std::vector<at::Tensor> GradBuffers::in_place_stand_ins(BucketId id, double value) const {
@@ -217,12 +219,11 @@ bool GradBuffers::in_slot_order(ParamId id, const at::Tensor& grad) const {
 
 /// Describes one straight copy. A gradient that lies in another order is moved first.
 Segment GradBuffers::segment_of(ParamId id, Direction direction, const at::Tensor& flat) {
-  const at::Tensor& param = params_->tensors[index(id)];
-  at::Tensor& grad = grad_of(param);
+  at::Tensor& grad = grad_of(params_->tensors[index(id)]);
   Segment segment{.grad = nullptr, .offset = plan_->slot(id).offset, .numel = plan_->slot(id).numel};
   if (!grad.defined()) {
     if (direction == Direction::kAbsorb) return segment;
-    grad = at::empty_strided(param.sizes(), strides_[index(id)], param.options().requires_grad(std::nullopt));
+    grad = empty_grad(id);
   }
   check_grad(id, grad, flat.device());
   if (!in_slot_order(id, grad) || grad.is_conj() || grad.is_neg()) return moved(id, direction, flat);
@@ -351,7 +352,7 @@ GradBucket GradBuffers::lend(BucketId id) const {
   return {.id = id,
           .count = plan_->num_buckets(),
           .memory = wire_[index(id)],
-          .complex = params_->tensors[index(plan_->bucket(id).params.front())].is_complex(),
+          .complex = is_complex(id),
           .in_place = std::move(in_place),
           .owner = this};
 }

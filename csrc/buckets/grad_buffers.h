@@ -109,7 +109,9 @@ class GradBuffers {
 
   [[nodiscard]] at::Tensor allocate(BucketId id, at::ScalarType type) const;
   void provide_memory(BucketId id);
+  [[nodiscard]] const at::Tensor& first_param(BucketId id) const;
   [[nodiscard]] at::ScalarType grad_type(BucketId id) const;
+  [[nodiscard]] bool is_complex(BucketId id) const;
   [[nodiscard]] bool casts(BucketId id) const { return wire_types_[index(id)] != grad_type(id); }
   [[nodiscard]] bool keeps_memory() const {
     return lifetime_ == BucketLifetime::kTraining || placement_ == GradPlacement::kBucketView;
