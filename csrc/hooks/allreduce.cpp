@@ -9,28 +9,17 @@ namespace {
 
 constexpr std::string_view kDivisions[] = {"while_packing", "after_packing"};
 
-class AllReduce final : public CommHook {
+class AllReduce final : public OneAllReduce {
  public:
   explicit AllReduce(const HookArgs& args)
-      : signature_(args.signature("allreduce")),
-        input_(args.one_of("division", kDivisions) == kDivisions[0] ? Input::kSummand : Input::kUndivided) {}
+      : OneAllReduce("allreduce", args.signature("allreduce"),
+                     args.one_of("division", kDivisions) == kDivisions[0] ? Input::kSummand : Input::kUndivided) {}
 
-  [[nodiscard]] std::string name() const override { return "allreduce"; }
-  [[nodiscard]] std::string signature() const override { return signature_; }
-  [[nodiscard]] Input input() const override { return input_; }
-  /// A sum of three or more may depend on where in the bucket it lies: as torch does, without gaps.
-  [[nodiscard]] int64_t slot_alignment() const override { return input_ == Input::kSummand ? kSlotAlignmentBytes : 1; }
-
-  [[nodiscard]] bool averages_in_place() const override { return input_ == Input::kSummand; }
+  [[nodiscard]] bool averages_in_place() const override { return input() == Input::kSummand; }
 
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
-    if (bucket.undivided) return average_together(bucket, comm);
-    return input_ == Input::kSummand ? sum_in_place(bucket, comm) : average_in_place(bucket, comm);
+    return bucket.undivided ? average_together(bucket, comm) : OneAllReduce::start(bucket, comm);
   }
-
- private:
-  std::string signature_;
-  Input input_;
 };
 
 }  // namespace

@@ -10,36 +10,22 @@ namespace {
 
 constexpr std::string_view kOrders[] = {"divide_first", "cast_first"};
 
-class CastCompress final : public CommHook {
+class CastCompress final : public OneAllReduce {
  public:
-  CastCompress(std::string name, at::ScalarType wire, const HookArgs& args)
-      : name_(std::move(name)),
-        signature_(args.signature(name_)),
-        wire_(wire),
-        input_(args.one_of("order", kOrders) == kOrders[0] ? Input::kSummand : Input::kUndivided) {}
-
-  [[nodiscard]] std::string name() const override { return name_; }
-  [[nodiscard]] std::string signature() const override { return signature_; }
-  [[nodiscard]] Input input() const override { return input_; }
-  /// A sum of three or more may depend on where in the bucket it lies: as torch does, without gaps.
-  [[nodiscard]] int64_t slot_alignment() const override { return input_ == Input::kSummand ? kSlotAlignmentBytes : 1; }
+  CastCompress(const std::string& name, at::ScalarType wire, const HookArgs& args)
+      : OneAllReduce(name, args.signature(name),
+                     args.one_of("order", kOrders) == kOrders[0] ? Input::kSummand : Input::kUndivided),
+        wire_(wire) {}
 
   [[nodiscard]] at::ScalarType wire_type(const BucketType& type) const override {
     if (type.complex) return type.dtype;
-    if (input_ == Input::kUndivided) return wire_;  // torch's hook casts whatever it gets, alone or not
+    if (input() == Input::kUndivided) return wire_;  // torch's hook casts whatever it gets, alone or not
     const bool gains = c10::elementSize(type.dtype) > c10::elementSize(wire_);
     return gains && type.ranks > 1 ? wire_ : type.dtype;
   }
 
-  std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
-    return input_ == Input::kSummand ? sum_in_place(bucket, comm) : average_in_place(bucket, comm);
-  }
-
  private:
-  std::string name_;
-  std::string signature_;
   at::ScalarType wire_;
-  Input input_;
 };
 
 }  // namespace

@@ -126,9 +126,7 @@ class Int8 final : public CommHook {
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
     rank_ = comm.rank();
     const at::Tensor& memory = bucket.memory;
-    const bool compresses =
-        comm.size() > 1 && memory.numel() != 0 && !bucket.complex && memory.layout() == at::kStrided;
-    if (!compresses) return sum_in_place(bucket, comm);
+    if (!can_be_compressed(bucket, comm)) return sum_in_place(bucket, comm);
     const at::NoGradGuard no_grad;
     const int64_t blocks = (memory.numel() + kQuantizationBlock - 1) / kQuantizationBlock;
     const int64_t blocks_per_rank = (blocks + comm.size() - 1) / comm.size();
@@ -158,8 +156,7 @@ class Int8 final : public CommHook {
                                       int rank) override {
     FittingState fits = fitting(state, "int8", subjects, rank);
     step_ = number_in(state, "int8/step");
-    errors_.clear();
-    for (auto& [name, value] : fits.errors) errors_.put(name, value.clone());
+    errors_.replace(fits.errors);
     buckets_.clear();
     return std::move(fits.complaints);
   }
@@ -174,12 +171,7 @@ class Int8 final : public CommHook {
     std::shared_ptr<QuantizedBucket>& state = buckets_[bucket.id];
     if (state) return state;
     state = std::make_shared<QuantizedBucket>();
-    const BucketMembers& members = bucket.members();
-    std::vector<NamedSlice> slices;
-    for (size_t i = 0; i < members.names.size(); ++i) {
-      slices.push_back(
-          {members.names[i], static_cast<int64_t>(members.offsets[i]), static_cast<int64_t>(members.lengths[i])});
-    }
+    const std::vector<NamedSlice> slices = slices_of(bucket.members());
     state->gaps = at::ones({data.numel()}, data.options().dtype(at::kBool));
     for (const NamedSlice& slice : slices) state->gaps.narrow(0, slice.offset, slice.numel).zero_();
     if (error_feedback_) state->error = errors_.lay_out(slices, bucket.memory.numel(), data.options());

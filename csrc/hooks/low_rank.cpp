@@ -79,10 +79,7 @@ LowRankLayout matrix_per_bucket(const BucketMembers& members, int64_t numel, con
   layout.groups.push_back({.rows = side, .cols = side, .rank = rank, .count = 1});
   place(layout.groups, layout);
   layout.matrices.push_back({0, 0, numel});
-  for (size_t i = 0; i < members.names.size(); ++i) {
-    layout.errors.push_back(
-        {members.names[i], static_cast<int64_t>(members.offsets[i]), static_cast<int64_t>(members.lengths[i])});
-  }
+  layout.errors = slices_of(members);
   // Filled up with zeros, but what is left out there is not.
   const std::string key = fmt::format("[{}]", fmt::join(members.names, " "));
   layout.errors.push_back({key, numel, layout.m_numel - numel});

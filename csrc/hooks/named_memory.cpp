@@ -17,6 +17,15 @@ constexpr std::string_view kBucketMark = "[";
 
 }  // namespace
 
+std::vector<NamedSlice> slices_of(const BucketMembers& members) {
+  std::vector<NamedSlice> slices;
+  for (size_t i = 0; i < members.names.size(); ++i) {
+    slices.push_back(
+        {members.names[i], static_cast<int64_t>(members.offsets[i]), static_cast<int64_t>(members.lengths[i])});
+  }
+  return slices;
+}
+
 bool NamedMemory::knows(const NamedSlice& slice) const {
   const auto found = memory_.find(slice.name);
   return found != memory_.end() && found->second.numel() == slice.numel;
@@ -30,6 +39,11 @@ at::Tensor NamedMemory::lay_out(std::span<const NamedSlice> slices, int64_t nume
     memory_.insert_or_assign(slice.name, place);
   }
   return flat;
+}
+
+void NamedMemory::replace(const std::map<std::string, at::Tensor>& values) {
+  memory_.clear();
+  for (const auto& [name, value] : values) memory_.emplace(name, value.clone());
 }
 
 void NamedMemory::save(const std::string& prefix, HookState& state) const {

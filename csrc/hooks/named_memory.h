@@ -20,6 +20,9 @@ struct NamedSlice {
   int64_t numel = 0;
 };
 
+/// Where the parameters of a bucket lie.
+[[nodiscard]] std::vector<NamedSlice> slices_of(const BucketMembers& members);
+
 /// Memory by name that can be laid out anew at any time: state kept between steps survives another bucket plan.
 class NamedMemory {
  public:
@@ -29,8 +32,8 @@ class NamedMemory {
 
   [[nodiscard]] bool knows(const NamedSlice& slice) const;
   void forget(const std::string& name) { memory_.erase(name); }
-  void clear() { memory_.clear(); }
-  void put(const std::string& name, at::Tensor value) { memory_.insert_or_assign(name, std::move(value)); }
+  /// Remembers copies of these, and nothing else.
+  void replace(const std::map<std::string, at::Tensor>& values);
 
   /// Copies everything into `state`, under `prefix` and the name.
   void save(const std::string& prefix, HookState& state) const;

@@ -143,9 +143,7 @@ class PowerSgd final : public CommHook {
 
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
     rank_ = comm.rank();
-    const bool compresses = step_ >= settings_.start_iteration && comm.size() > 1 && bucket.memory.numel() != 0 &&
-                            !bucket.complex && bucket.memory.layout() == at::kStrided;
-    if (!compresses) return average_in_place(bucket, comm);
+    if (step_ < settings_.start_iteration || !can_be_compressed(bucket, comm)) return average_in_place(bucket, comm);
     const at::NoGradGuard no_grad;
     const std::shared_ptr<LowRankBucket> state = prepared(bucket);
     const LowRankLayout& layout = state->layout;
@@ -204,10 +202,8 @@ class PowerSgd final : public CommHook {
     seeds_ = seeds;
     step_ = step;
     stats_ = stats;
-    errors_.clear();
-    factors_.clear();
-    for (auto& [name, value] : fits.errors) errors_.put(name, value.clone());
-    for (auto& [name, value] : fits.factors) factors_.put(name, value.clone());
+    errors_.replace(fits.errors);
+    factors_.replace(fits.factors);
     buckets_.clear();
     return std::move(fits.complaints);
   }

@@ -24,6 +24,14 @@ class SummedInPlace final : public PendingMean {
 
 }  // namespace
 
+bool can_be_compressed(const GradBucket& bucket, const Communicator& comm) {
+  return comm.size() > 1 && bucket.memory.numel() != 0 && !bucket.complex && bucket.memory.layout() == at::kStrided;
+}
+
+std::unique_ptr<PendingMean> OneAllReduce::start(const GradBucket& bucket, Communicator& comm) {
+  return input_ == Input::kSummand ? sum_in_place(bucket, comm) : average_in_place(bucket, comm);
+}
+
 std::unique_ptr<PendingMean> sum_in_place(const GradBucket& bucket, Communicator& comm) {
   return std::make_unique<SummedInPlace>(comm.sum(bucket.memory), bucket.memory);
 }
