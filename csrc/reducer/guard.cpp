@@ -34,8 +34,7 @@ std::string difference(size_t field, int64_t low, int64_t low_rank, int64_t high
       return both(
           "rank {} has begun {} forwards since the last reduction, but rank {} only {}: one of them ran under "
           "no_sync(), skipped its backward, or swallowed an exception. If ranks are meant to run different numbers of "
-          "forwards, "
-          "pass uneven_forwards=True");
+          "forwards, pass uneven_forwards=True");
     case 1:
       return both(
           "rank {} has reduced {} backward passes before this one, but rank {} only {}: one of them missed a step");
