@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ranks import RankPool
+from gpus import join_nccl
+from ranks import RankPool, join_group
+
+
+class _Pools:
+    """Pools that live as long as the session. One that a failed test has closed is replaced."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[int, Callable[[int, int, str], None]], RankPool] = {}
+
+    def get(self, world_size: int, join: Callable[[int, int, str], None] = join_group) -> RankPool:
+        key = (world_size, join)
+        if key not in self._pools or not self._pools[key].usable:
+            self._pools[key] = RankPool(world_size, join)
+        return self._pools[key]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
 
 
 @pytest.fixture(scope="session")
-def _pools() -> Iterator[dict[int, RankPool]]:
-    pools: dict[int, RankPool] = {}
+def _pools() -> Iterator[_Pools]:
+    pools = _Pools()
     yield pools
-    for pool in pools.values():
-        pool.close()
+    pools.close()
 
 
 @pytest.fixture
-def pool_of(_pools: dict[int, RankPool]):
-    """A pool with the number of ranks asked for. One that a failed test has closed is replaced."""
+def pool_of(_pools: _Pools) -> Callable[[int], RankPool]:
+    """A pool with the number of ranks asked for, in a gloo group."""
+    return _pools.get
 
-    def get(world_size: int) -> RankPool:
-        if world_size not in _pools or not _pools[world_size].usable:
-            _pools[world_size] = RankPool(world_size)
-        return _pools[world_size]
 
-    return get
+@pytest.fixture
+def gpu_ranks(_pools: _Pools) -> RankPool:
+    """Two ranks in an NCCL group."""
+    return _pools.get(2, join_nccl)
 
 
 @pytest.fixture

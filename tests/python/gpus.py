@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from oracle import Pair, mean_over_ranks, rank_data
@@ -28,6 +32,24 @@ MODES: dict[str, dict[str, Any]] = {
     "find_unused": {"find_unused_parameters": True, "bucket_cap_mb": 0.0001},
     "static": {"static_graph": True},
 }
+
+
+#: What carries the collectives: arguments of the wrapper, too.
+COMMUNICATORS = ["auto", "nccl"]
+
+
+class Deep(nn.Module):
+    """Layers for several buckets."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
 
 
 def join_nccl(rank: int, world_size: int, store: str) -> None:
@@ -73,3 +95,11 @@ def check(pair: Pair) -> None:
         dist.all_reduce(same[:1], dist.ReduceOp.MAX)
         dist.all_reduce(same[1:], dist.ReduceOp.MIN)
         assert same[0] == same[1], f"{name} differs between ranks"
+
+
+def checked_steps(pair: Pair, make_input: Callable[[int], Any], steps: int = 3) -> None:
+    """``steps`` backwards on what ``make_input(step)`` gives, each checked."""
+    for step in range(steps):
+        pair.backward(functools.partial(make_input, step))
+        check(pair)
+        pair.zero()

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from gpus import MODES, NEEDS_GPU, check, join_nccl, on_gpu, pair_on_gpu
-from ranks import RankPool
+from gpus import COMMUNICATORS, MODES, NEEDS_GPU, Deep, check, checked_steps, on_gpu, pair_on_gpu
 
 pytestmark = NEEDS_GPU
-COMMUNICATORS = ["auto", "nccl"]
-
-
-@pytest.fixture(scope="module")
-def _pool() -> Iterator[list[RankPool]]:
-    held: list[RankPool] = []
-    yield held
-    for pool in held:
-        pool.close()
-
-
-@pytest.fixture
-def gpu_ranks(_pool: list[RankPool]) -> RankPool:
-    if not _pool or not _pool[-1].usable:
-        _pool.append(RankPool(2, join_nccl))
-    return _pool[-1]
 
 
 class Net(nn.Module):
@@ -138,84 +118,9 @@ def test_large_gradients_need_no_bucket_memory_on_the_direct_path(gpu_ranks):
     assert min(gpu_ranks.run(_memory_of_buckets, "group")) >= 2**26
 
 
-class Deep(nn.Module):
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
-        self.checkpointed = checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-        return x
-
-
-def _host_waits(communicator: str, options: dict[str, Any]) -> dict[str, int]:
-    """Calls by which the host waits for the device, in two steps after the plan is final."""
-    model = lockstep.DistributedDataParallel(
-        Deep().cuda(), communicator=communicator, bucket_cap_mb=0.01, **options
-    )
-    inputs = on_gpu(4, 32)
-
-    def step() -> None:
-        model.zero_grad()
-        model(inputs).sum().backward()
-
-    for _ in range(4):
-        step()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function("steps"):
-        step()
-        step()
-    waits: dict[str, int] = {}
-    steps = next(event for event in profiler.events() if event.name == "steps")
-    for event in profiler.events():
-        inside = steps.time_range.start <= event.time_range.start <= steps.time_range.end
-        if inside and ("Synchronize" in event.name or event.name in ("aten::item", "aten::_local_scalar_dense")):
-            waits[event.name] = waits.get(event.name, 0) + 1
-    return waits
-
-
-@pytest.mark.parametrize("communicator", COMMUNICATORS)
-@pytest.mark.parametrize("mode", MODES)
-def test_the_host_never_waits_for_the_device_within_a_step(gpu_ranks, mode: str, communicator: str):
-    options = {key: value for key, value in MODES[mode].items() if key != "bucket_cap_mb"}
-    assert gpu_ranks.run(_host_waits, communicator, options) == [{}, {}]
-
-
-def _side_streams(communicator: str) -> None:
-    pair = pair_on_gpu(Deep, communicator=communicator, bucket_cap_mb=0.01)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    for step in range(6):
-        torch.cuda.synchronize()
-        side = streams[step % 2] if step < 4 else torch.cuda.current_stream()
-        with torch.cuda.stream(side):
-            data = on_gpu(4, 32, step=step)
-            loss = pair.wrapped(data).square().sum()
-        with torch.cuda.stream(side):
-            loss.backward()
-            copies = [p.grad.clone() for p in pair.wrapped.parameters()]  # safe on the current stream, without a wait
-        side.synchronize()
-        pair.plain(data).square().sum().backward()
-        torch.cuda.synchronize()
-        for early, parameter in zip(copies, pair.wrapped.parameters(), strict=True):
-            torch.testing.assert_close(early, parameter.grad, rtol=0, atol=0)
-        check(pair)
-        pair.zero()
-
-
-@pytest.mark.parametrize("communicator", COMMUNICATORS)
-def test_forward_and_backward_on_a_stream_of_the_users(gpu_ranks, communicator: str):
-    gpu_ranks.run(_side_streams, communicator)
-
-
 def _checkpointed(communicator: str, static: bool) -> None:
     pair = pair_on_gpu(lambda: Deep(checkpointed=True), communicator=communicator, static_graph=static)
-    for step in range(3):
-        pair.backward(lambda step=step: on_gpu(4, 32, step=step))
-        check(pair)
-        pair.zero()
+    checked_steps(pair, lambda step: on_gpu(4, 32, step=step))
 
 
 @pytest.mark.parametrize("communicator", COMMUNICATORS)
@@ -261,11 +166,8 @@ class ComplexNet(nn.Module):
 
 
 def _complex(communicator: str, views: bool) -> None:
-    pair = pair_on_gpu(ComplexNet, None, communicator=communicator, gradient_as_bucket_view=views)
-    for step in range(3):
-        pair.backward(lambda step=step: on_gpu(4, 6, step=step))
-        check(pair)
-        pair.zero()
+    pair = pair_on_gpu(ComplexNet, communicator=communicator, gradient_as_bucket_view=views)
+    checked_steps(pair, lambda step: on_gpu(4, 6, step=step))
 
 
 @pytest.mark.parametrize("communicator", COMMUNICATORS)
@@ -290,38 +192,6 @@ def _synchronised_norm() -> None:
 
 def test_synchronised_batch_norm_equals_one_process_with_the_whole_batch(gpu_ranks):
     gpu_ranks.run(_synchronised_norm)
-
-
-def _captured(communicator: str) -> None:
-    static_input = on_gpu(4, 32)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # wrapping too: the recipe of torch's documentation
-        pair = pair_on_gpu(Deep, communicator=communicator, bucket_cap_mb=0.01)
-        for _ in range(11):
-            pair.wrapped.zero_grad(set_to_none=True)
-            pair.wrapped(static_input).square().sum().backward()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    pair.wrapped.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        pair.wrapped(static_input).square().sum().backward()
-    for step in range(3):
-        static_input.copy_(on_gpu(4, 32, step=step))
-        graph.replay()
-        pair.plain.zero_grad()
-        pair.plain(static_input).square().sum().backward()
-        check(pair)
-    torch.cuda.synchronize()
-    pair.wrapped.zero_grad(set_to_none=True)  # and back to eager steps
-    pair.wrapped(static_input).square().sum().backward()
-    check(pair)
-
-
-@pytest.mark.parametrize("communicator", COMMUNICATORS)
-def test_a_whole_step_can_be_captured_into_a_cuda_graph(gpu_ranks, communicator: str):
-    gpu_ranks.run(_captured, communicator)
 
 
 def _sparse(communicator: str) -> None:
@@ -354,10 +224,7 @@ def test_sparse_gradients(gpu_ranks, communicator: str):
 def _gloo_group() -> None:
     group = dist.new_group(backend="gloo")
     pair = pair_on_gpu(Net, process_group=group)
-    for step in range(3):
-        pair.backward(lambda step=step: (on_gpu(4, 3, 8, 8, step=step), True))
-        check(pair)
-        pair.zero()
+    checked_steps(pair, lambda step: (on_gpu(4, 3, 8, 8, step=step), True))
 
 
 def test_a_gloo_group_reduces_gradients_on_a_gpu(gpu_ranks):
@@ -380,25 +247,3 @@ def _two_replicas(communicator: str) -> None:
 @pytest.mark.parametrize("communicator", COMMUNICATORS)
 def test_two_models_in_one_backward(gpu_ranks, communicator: str):
     gpu_ranks.run(_two_replicas, communicator)
-
-
-def _disagrees() -> str:
-    model = lockstep.DistributedDataParallel(Deep().cuda())
-    data = on_gpu(4, 32)
-    for _ in range(3):
-        model(data).sum().backward()
-    with contextlib.ExitStack() as stack:
-        if dist.get_rank() == 1:  # one micro-batch more, which stays on this rank
-            stack.enter_context(model.no_sync())
-            model(data).sum().backward()
-    model(data).sum().backward()
-    try:
-        model(data).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_in_different_modes_find_out_in_the_next_step(gpu_ranks):
-    for text in gpu_ranks.run(_disagrees):
-        assert "rank 1 has begun 2 forwards" in text and "backward before this one" in text, text

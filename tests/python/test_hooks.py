@@ -94,7 +94,7 @@ def _like_torch(name: str, native: bool) -> None:
 @pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook", "allreduce_hook", "powersgd"])
 def test_hooks_give_bit_for_bit_what_they_give_on_torchs_engine(two_or_three_ranks, name, native):
     if name == "powersgd" and native:
-        pytest.skip("equal up to rounding: test_native_hooks.py")
+        pytest.skip("equal up to rounding: test_native_hook_values.py")
     two_or_three_ranks.run(_like_torch, name, native)
 
 
