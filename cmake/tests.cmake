@@ -5,12 +5,17 @@ if(NOT TARGET GTest::gmock_main)
   message(FATAL_ERROR "lockstep: GoogleTest was not found; install it (Debian: libgtest-dev libgmock-dev), "
                       "or build without tests: -DLOCKSTEP_TESTS=OFF.")
 endif()
-include(GoogleTest)
 
-# Anything that could hang ends by itself: seconds per test.
-function(lockstep_add_test target seconds)
+# The tests of a program, in as many runs of it as `shards`; a run that hangs ends after `seconds`. Not one entry of
+# CTest per test: loading torch takes longer than most of them.
+function(lockstep_add_test target seconds shards)
   target_link_libraries(${target} PRIVATE GTest::gmock_main lockstep_warnings)
-  gtest_discover_tests(${target} PROPERTIES TIMEOUT ${seconds} DISCOVERY_TIMEOUT 60)
+  math(EXPR last "${shards} - 1")
+  foreach(shard RANGE ${last})
+    add_test(NAME ${target}.${shard} COMMAND ${target})
+    set_tests_properties(${target}.${shard} PROPERTIES
+      TIMEOUT ${seconds} ENVIRONMENT "GTEST_TOTAL_SHARDS=${shards};GTEST_SHARD_INDEX=${shard}")
+  endforeach()
 endfunction()
 
 # lockstep_core_tests: runs without torch, so also under sanitizers.
@@ -20,7 +25,7 @@ add_executable(lockstep_core_tests
   tests/cpp/core/bucket_planner_test.cpp
   tests/cpp/core/peer_watch_test.cpp)
 target_link_libraries(lockstep_core_tests PRIVATE lockstep_core)
-lockstep_add_test(lockstep_core_tests 60)
+lockstep_add_test(lockstep_core_tests 120 1)
 
 if(LOCKSTEP_CORE_ONLY)
   return()
@@ -45,7 +50,7 @@ target_link_libraries(lockstep_tests PRIVATE lockstep lockstep_fmt)
 # -fPIC and not the -fPIE of programs: a precompiled header is only shared between equal flags.
 target_compile_options(lockstep_tests PRIVATE -fPIC)
 target_precompile_headers(lockstep_tests REUSE_FROM lockstep)
-lockstep_add_test(lockstep_tests 120)
+lockstep_add_test(lockstep_tests 180 4)
 
 # lockstep_cuda_tests: kernels and NCCL. Each test says why it is skipped where GPUs are missing. Two entries of CTest and
 # not one per test: starting CUDA takes longer than most of them. lockstep_pack_bench links no torch.

@@ -38,7 +38,7 @@ fi
 stage "core asan+ubsan" sanitized asan
 stage "core tsan" sanitized tsan
 stage "ctest" ctest --test-dir build/release --output-on-failure --no-tests=error --parallel 2
-grep 'tests passed' "$LOGS/ctest.log"
+awk '/\[  PASSED  \]/ { passed += $4 } END { print passed + 0 " C++ tests passed" }' build/release/Testing/Temporary/LastTest.log
 
 # pytest last and in the open: its closing line is the verdict. lockstep_testing is found by processes that tests start.
 export PYTHONPATH=$ROOT/build/release/testing${PYTHONPATH:+:$PYTHONPATH}

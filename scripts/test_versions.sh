@@ -20,8 +20,8 @@ for version in "${versions[@]}"; do
   if LOCKSTEP_TORCH_VERSION=$version LOCKSTEP_VENV=$environment scripts/test.sh >"$logs/$version.log" 2>&1; then :; else
     status=1
   fi
-  # The closing lines of CTest and pytest; a run that never got there shows a dash.
-  ctest=$(sed -n 's/^\(.*tests passed.*\)$/\1/p' "$logs/$version.log" | tail -n 1)
+  # The closing lines of the C++ tests and of pytest; a run that never got there shows a dash.
+  ctest=$(sed -n 's/^\([0-9]*\) C++ tests \(passed\)$/\1 \2/p' "$logs/$version.log" | tail -n 1)
   pytest=$(sed -n 's/^=* *\([0-9].* in [0-9.]*s[^=]*\)=*$/\1/p' "$logs/$version.log" | tail -n 1)
   echo "| $version | ${ctest:--} | ${pytest:--} |"
   rm -rf "$environment"

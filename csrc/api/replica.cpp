@@ -51,24 +51,31 @@ class Waiting {
   Stage before_;
 };
 
+at::Tensor as_reals(const at::Tensor& tensor) { return tensor.is_complex() ? at::view_as_real(tensor) : tensor; }
+
 at::Tensor flatten(const Chunk& chunk) {
   std::vector<at::Tensor> parts;
+  parts.reserve(chunk.tensors.size());
   for (const at::Tensor& tensor : chunk.tensors) {
-    const at::Tensor dense = tensor.contiguous();
-    parts.push_back((dense.is_complex() ? at::view_as_real(dense) : dense).reshape({-1}));
+    const at::Tensor dense = as_reals(tensor.contiguous());
+    parts.push_back(dense.dim() == 1 ? dense : dense.view({-1}));
   }
   return at::cat(parts);
 }
 
+/// The way back, a few launches for all tensors.
 void unflatten(const Chunk& chunk, const at::Tensor& flat) {
-  int64_t offset = 0;
+  std::vector<at::Tensor> targets;
+  std::vector<int64_t> sizes;
   for (const at::Tensor& tensor : chunk.tensors) {
-    const int64_t numel = tensor.numel() * (tensor.is_complex() ? 2 : 1);
-    at::Tensor part = flat.narrow(0, offset, numel);
-    offset += numel;
-    if (tensor.is_complex()) part = at::view_as_complex(part.view({-1, 2}));
-    tensor.copy_(part.view(tensor.sizes()));
+    targets.push_back(as_reals(tensor));
+    sizes.push_back(targets.back().numel());
   }
+  std::vector<at::Tensor> parts = flat.split_with_sizes(sizes);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (targets[i].dim() != 1) parts[i] = parts[i].view(targets[i].sizes());
+  }
+  at::_foreach_copy_(targets, parts);
 }
 
 }  // namespace

@@ -71,8 +71,8 @@ std::vector<ParamSpec> specs_of(const ParamList& params) {
   return specs;
 }
 
-void choose_in_place(std::vector<ParamSpec>& specs, bool any) {
-  for (ParamSpec& spec : specs) spec.in_place = any && !spec.sparse && spec.numel * spec.element_size >= kInPlaceBytes;
+void choose_in_place(std::vector<ParamSpec>& specs, std::optional<int64_t> bytes) {
+  for (ParamSpec& spec : specs) spec.in_place = bytes && !spec.sparse && spec.numel * spec.element_size >= *bytes;
 }
 
 GradBuffers::GradBuffers(const ParamList& params, GradPlacement placement, BucketLifetime lifetime, BucketPlan plan,

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,11 +31,8 @@ struct ParamList {
 /// What the planner needs to know. A kind is a pair of dtype and device, numbered in order of appearance.
 [[nodiscard]] std::vector<ParamSpec> specs_of(const ParamList& params);
 
-/// From this size on, in bytes, a gradient is worth a reduction of its own.
-inline constexpr int64_t kInPlaceBytes = 256 * 1024;
-
-/// Chooses the gradients that are reduced where they lie: the dense ones from kInPlaceBytes on, or none.
-void choose_in_place(std::vector<ParamSpec>& specs, bool any);
+/// Chooses the gradients that are reduced where they lie: the dense ones of so many bytes or more; empty: none.
+void choose_in_place(std::vector<ParamSpec>& specs, std::optional<int64_t> bytes);
 
 /// Where gradients live after a step.
 enum class GradPlacement {

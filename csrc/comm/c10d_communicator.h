@@ -7,17 +7,22 @@
 
 namespace lockstep {
 
-/// Uses the group's own timeout and options. Calls go through the dispatcher, so that wrappers, profilers and groups
-/// written in Python see them. A group written in Python takes the GIL: callers must not hold it while waiting.
+/// Uses the group's own timeout and options. On an NCCL group a list of tensors is one launch, and so is its mean.
+/// Calls go through the dispatcher, so that wrappers, profilers and groups written in Python see them. A group written
+/// in Python takes the GIL: callers must not hold it while waiting.
 class C10dCommunicator final : public Communicator {
  public:
-  explicit C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  /// @param device  where most tensors will be, which decides what is grouped; others may be elsewhere.
+  explicit C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, at::Device device = at::kCPU);
 
   [[nodiscard]] int rank() const override { return rank_; }
   [[nodiscard]] int size() const override { return size_; }
   [[nodiscard]] std::string name() const override;
 
   TransferPtr sum(at::Tensor data) override;
+  TransferPtr sum_all(std::span<const at::Tensor> tensors) override;
+  TransferPtr average_all(std::span<const at::Tensor> tensors) override;
+  [[nodiscard]] std::optional<int64_t> worth_averaging_alone() const override;
   TransferPtr max(at::Tensor data) override;
   TransferPtr broadcast(at::Tensor data, int root) override;
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
@@ -30,6 +35,7 @@ class C10dCommunicator final : public Communicator {
   int rank_;
   int size_;
   std::chrono::milliseconds timeout_;
+  bool groups_;  // the backend makes one launch of a list, and knows the mean
 };
 
 }  // namespace lockstep

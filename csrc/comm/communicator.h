@@ -6,6 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -55,8 +56,10 @@ class Communicator {
   virtual TransferPtr average(at::Tensor data);
   /// Every tensor becomes its mean over ranks, as one transfer.
   virtual TransferPtr average_all(std::span<const at::Tensor> tensors);
-  /// `average_all` makes no pass over the tensors but that of the reduction, and one launch for all of them.
-  [[nodiscard]] virtual bool averages_for_free() const { return false; }
+  /// Bytes from which a tensor is better averaged by itself, in the list of an `average_all`, than copied into a larger
+  /// one and back. Empty: never, because `average_all` makes passes or launches of its own for each tensor. Equal on
+  /// all ranks.
+  [[nodiscard]] virtual std::optional<int64_t> worth_averaging_alone() const { return std::nullopt; }
   /// `data` becomes that of rank `root`.
   virtual TransferPtr broadcast(at::Tensor data, int root) = 0;
   /// `output` (size() * n elements) becomes the `input` (n elements) of rank 0, 1, ...

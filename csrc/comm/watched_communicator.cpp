@@ -60,7 +60,9 @@ class WatchedCommunicator final : public Communicator {
   TransferPtr sum(at::Tensor data) override { return watch(inner_->sum(std::move(data))); }
   TransferPtr sum_all(std::span<const at::Tensor> tensors) override { return watch(inner_->sum_all(tensors)); }
   TransferPtr average_all(std::span<const at::Tensor> tensors) override { return watch(inner_->average_all(tensors)); }
-  [[nodiscard]] bool averages_for_free() const override { return inner_->averages_for_free(); }
+  [[nodiscard]] std::optional<int64_t> worth_averaging_alone() const override {
+    return inner_->worth_averaging_alone();
+  }
   TransferPtr max(at::Tensor data) override { return watch(inner_->max(std::move(data))); }
   TransferPtr average(at::Tensor data) override { return watch(inner_->average(std::move(data))); }
   TransferPtr broadcast(at::Tensor data, int root) override { return watch(inner_->broadcast(std::move(data), root)); }
@@ -113,7 +115,7 @@ std::shared_ptr<Communicator> watched(std::shared_ptr<Communicator> inner, std::
 std::shared_ptr<Communicator> make_watched_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                                         const std::shared_ptr<Progress>& progress, at::Device device,
                                                         const WatchOptions& options) {
-  auto inner = std::make_shared<C10dCommunicator>(group);
+  auto inner = std::make_shared<C10dCommunicator>(group, device);
   if (inner->size() == 1) return inner;
   std::shared_ptr<Monitor> monitor;
   if (options.threshold.count() > 0) {

@@ -327,7 +327,7 @@ void Reducer::set_published_observer(std::function<void(ParamId)> observer) {
 
 /// The plan as it is, laid out anew for this hook and this set of ranks.
 void Reducer::realign() {
-  choose_in_place(specs_, reduces_in_place());
+  choose_in_place(specs_, in_place_bytes());
   adopt_plan(realigned(buffers_.plan(), specs_, hook_->slot_alignment()));
 }
 

@@ -240,10 +240,12 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   [[nodiscard]] bool records_firings() const { return options_.graph == GraphKind::kStatic && !firings_; }
   [[nodiscard]] GradBuffers::Presence presence(ParamId id) const;
   [[nodiscard]] double scale() const { return 1.0 / divisor_; }
-  /// Large gradients are reduced where they lie, and the communicator divides by the number of ranks.
-  [[nodiscard]] bool reduces_in_place() const {
-    return options_.placement == GradPlacement::kOwnMemory && hook_->averages_in_place() && comm_->averages_for_free();
+  /// Gradients of so many bytes are reduced where they lie, and the communicator divides by the number of ranks.
+  [[nodiscard]] std::optional<int64_t> in_place_bytes() const {
+    if (options_.placement != GradPlacement::kOwnMemory || !hook_->averages_in_place()) return std::nullopt;
+    return comm_->worth_averaging_alone();
   }
+  [[nodiscard]] bool reduces_in_place() const { return in_place_bytes().has_value(); }
   [[nodiscard]] double packing_scale() const;
 
   std::mutex mutex_;

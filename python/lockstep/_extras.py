@@ -305,6 +305,14 @@ class Extras:
             check_group(new_process_group)
         super()._update_process_group(new_process_group)
 
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> NoReturn:
+        """Torch built for NCCLX takes the indices of sparse gradients from the user; elsewhere it ignores them."""
+        text = (
+            "_set_sparse_metadata() would have no effect: the engine finds the indices of sparse gradients itself. "
+            "Remove the call."
+        )
+        raise NotImplementedError(tagged(Code.SPARSE_METADATA, text))
+
     def _check_comm_hook(self, hook: Any) -> None:
         try:
             super()._check_comm_hook(hook)

@@ -198,6 +198,9 @@ METHODS = {
     "hook_answers_nothing": Case(_step_with(_answers_nothing), ("_answers_nothing", "None"), ValueError, UNCHECKED),
     "fused_optimizer_of_no_kind": Case(_call("_register_fused_optim", nn.Linear, 0.1)),
     "buffer_hook_not_callable": Case(_call("_register_buffer_comm_hook", None, 1), ("callable",)),
+    "sparse_indices": Case(
+        _call("_set_sparse_metadata", {}), ("finds the indices", "Remove the call"), NotImplementedError, UNCHECKED
+    ),
     "sample_rate_zero": Case(_call("_set_ddp_runtime_logging_sample_rate", 0), ("equal or greater than 1", "0")),
     "sample_rate_a_name": Case(_call("_set_ddp_runtime_logging_sample_rate", "often")),
     "static_graph_too_late": Case(_static_too_late, ("before training loop starts",)),

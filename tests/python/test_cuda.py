@@ -66,14 +66,14 @@ def test_gradients_accumulated_under_no_sync_are_reduced_with_the_next_step(gpu_
 
 
 class Large(nn.Module):
-    """Gradients from 256 KiB on, in two memory orders, small ones between them, and a branch that may be left out."""
+    """Gradients from 256 KiB to 16 MiB, in two memory orders, small ones between, and a branch that may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(64, 128, 3).to(memory_format=torch.channels_last)  # 288 KiB in fp32
-        self.wide = nn.Linear(128, 1024)
-        self.extra = nn.Linear(128, 1024)
-        self.head = nn.Linear(1024, 3)
+        self.wide = nn.Linear(128, 2**15)  # 16 MiB
+        self.extra = nn.Linear(128, 2**15)
+        self.head = nn.Linear(2**15, 3)
 
     def forward(self, arguments: tuple[torch.Tensor, bool]) -> torch.Tensor:
         x, extra = arguments
@@ -81,8 +81,8 @@ class Large(nn.Module):
         return self.head(self.wide(x) + (self.extra(x) if extra else 0))
 
 
-def _in_place(options: dict[str, Any]) -> None:
-    pair = pair_on_gpu(Large, communicator="nccl", **options)
+def _in_place(options: dict[str, Any], communicator: str) -> None:
+    pair = pair_on_gpu(Large, communicator=communicator, **options)
     unused = options.get("find_unused_parameters", False)
     for step in range(6):
         # From all ranks to one, to none and back: late gradients, and one that stays None.
@@ -95,17 +95,18 @@ def _in_place(options: dict[str, Any]) -> None:
         pair.zero()
 
 
+@pytest.mark.parametrize("communicator", COMMUNICATORS)
 @pytest.mark.parametrize("mode", MODES)
-def test_large_gradients_are_reduced_where_they_lie(gpu_ranks, mode: str):
-    gpu_ranks.run(_in_place, MODES[mode], timeout=90)
+def test_large_gradients_are_reduced_where_they_lie(gpu_ranks, mode: str, communicator: str):
+    gpu_ranks.run(_in_place, MODES[mode], communicator, timeout=90)
 
 
-def _memory_of_buckets(communicator: str) -> int:
+def _memory_of_buckets(options: dict[str, Any]) -> int:
     """Bytes that wrapping a model with 64 MiB of large gradients and a step leave behind, gradients dropped."""
     net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).cuda()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    model = lockstep.DistributedDataParallel(net, communicator=communicator)
+    model = lockstep.DistributedDataParallel(net, **options)
     for _ in range(3):
         model(on_gpu(2, 2048)).sum().backward()
         model.zero_grad()
@@ -113,9 +114,10 @@ def _memory_of_buckets(communicator: str) -> int:
     return torch.cuda.memory_allocated() - before
 
 
-def test_large_gradients_need_no_bucket_memory_on_the_direct_path(gpu_ranks):
-    assert max(gpu_ranks.run(_memory_of_buckets, "nccl")) < 2**20
-    assert min(gpu_ranks.run(_memory_of_buckets, "group")) >= 2**26
+def test_large_gradients_need_no_bucket_memory(gpu_ranks):
+    for communicator in COMMUNICATORS:
+        assert max(gpu_ranks.run(_memory_of_buckets, {"communicator": communicator})) < 2**20
+    assert min(gpu_ranks.run(_memory_of_buckets, {"gradient_as_bucket_view": True})) >= 2**26
 
 
 def _checkpointed(communicator: str, static: bool) -> None:

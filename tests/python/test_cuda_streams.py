@@ -48,6 +48,29 @@ def test_the_host_never_waits_for_the_device_within_a_step(gpu_ranks, mode: str,
     assert gpu_ranks.run(_host_waits, communicator, options) == [{}, {}]
 
 
+def _launches_for_buffers(layers: int) -> int:
+    """Kernels and copies of the device in a step for the buffers of so many batch norms, on the rank that gets them."""
+    inputs = on_gpu(4, 8)
+    counts = []
+    for buffers in (True, False):
+        net = torch.nn.Sequential(*(torch.nn.BatchNorm1d(8) for _ in range(layers))).cuda()
+        model = lockstep.DistributedDataParallel(net, broadcast_buffers=buffers)
+        for _ in range(3):
+            model(inputs).sum().backward()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            model(inputs).sum().backward()
+            torch.cuda.synchronize()
+        on_device = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+        counts.append(sum(1 for event in on_device if not event.is_user_annotation))
+    return counts[0] - counts[1]
+
+
+def test_buffers_of_all_layers_arrive_in_a_few_launches(gpu_ranks):
+    few, many = (gpu_ranks.run(_launches_for_buffers, layers)[1] for layers in (4, 32))
+    assert few > 0 and many < few + 8  # by a launch for each buffer it would be 84 more
+
+
 def _side_streams(communicator: str) -> None:
     pair = pair_on_gpu(Deep, communicator=communicator, bucket_cap_mb=0.01)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]

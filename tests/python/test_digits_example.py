@@ -17,7 +17,6 @@ import torch
 import lockstep
 from lockstep.examples import _checkpoint, _data, digits
 
-ENGINES = ["lockstep", "torch"]
 PROGRAM = ["-m", "lockstep.examples.digits"]
 
 #: In seconds. A run takes 10 to 20 on two idle cores, most of it imports; this is for very busy ones.
@@ -75,11 +74,10 @@ def bits(state: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * HANG)
 class TestTraining:
-    @pytest.mark.parametrize("engine", ENGINES)
-    def test_defaults_learn_the_digits_and_equal_a_single_process(self, engine: str) -> None:
-        report = torchrun("--engine", engine, "--against-single")
+    def test_defaults_learn_the_digits_and_equal_a_single_process(self) -> None:
+        report = torchrun("--against-single")
 
-        assert report["engine"] == engine
+        assert report["engine"] == "lockstep"
         assert report["accuracy"] >= 0.97
         assert report["single_difference"] <= 1e-4
         assert report["seconds"] > 0
@@ -121,16 +119,15 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, in
 @pytest.mark.slow
 @pytest.mark.timeout(4 * HANG)
 class TestResume:
-    @pytest.mark.parametrize("engine", ENGINES)
     def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-        self, engine: str, checkpoint_of: Callable[[str, int], Path], tmp_path: Path
+        self, checkpoint_of: Callable[[str, int], Path], tmp_path: Path
     ) -> None:
         resumed = tmp_path / "resumed.pt"
-        resumed.write_bytes(checkpoint_of(engine, 1).read_bytes())
+        resumed.write_bytes(checkpoint_of("lockstep", 1).read_bytes())
 
-        report = torchrun("--engine", engine, "--epochs", 3, "--checkpoint", resumed, "--resume", "--against-single")
+        report = torchrun("--epochs", 3, "--checkpoint", resumed, "--resume", "--against-single")
 
-        uninterrupted = torch.load(checkpoint_of(engine, 3), weights_only=True)
+        uninterrupted = torch.load(checkpoint_of("lockstep", 3), weights_only=True)
         assert bits(torch.load(resumed, weights_only=True)) == bits(uninterrupted)
         assert report["first_epoch"] == 1
         assert report["single_difference"] <= 1e-4

@@ -19,7 +19,7 @@ using testing::ThreadWorld;
 class Averaging final : public ThreadCommunicator {
  public:
   using ThreadCommunicator::ThreadCommunicator;
-  [[nodiscard]] bool averages_for_free() const override { return true; }
+  [[nodiscard]] std::optional<int64_t> worth_averaging_alone() const override { return 256 * 1024; }
   TransferPtr average_all(std::span<const at::Tensor> tensors) override {
     for (const at::Tensor& tensor : tensors) given.push_back(tensor.data_ptr());
     return ThreadCommunicator::average_all(tensors);

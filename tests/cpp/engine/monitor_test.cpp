@@ -89,6 +89,15 @@ struct Ranks {
     store->set(std::to_string(rank), std::vector<uint8_t>(line.begin(), line.end()));
   }
 
+  /// Whether the others can read that this rank is at `stage` of `step`.
+  [[nodiscard]] bool has_said(size_t rank, Stage stage, int64_t step) const {
+    const std::string key = std::to_string(rank);
+    if (!store->check({key})) return false;
+    const std::vector<uint8_t> line = store->get(key);
+    const auto standing = decode(std::string(line.begin(), line.end()));
+    return standing && standing->stage == stage && standing->step == step;
+  }
+
   [[nodiscard]] std::string verdict(size_t rank) const {
     try {
       monitors[rank]->raise_if_hopeless();
@@ -118,6 +127,7 @@ std::string printed(const std::string& phrase) {
 TEST(Monitor, ReportsWhereTheMissingRankStandsAfterTheThreshold) {
   Ranks ranks(2);
   ranks.progress[1]->next_step();
+  ASSERT_TRUE(eventually([&] { return ranks.has_said(1, Stage::kForward, 1); }));
   ranks.progress[0]->next_step();
   ranks.progress[0]->enter(Stage::kBucketWait);
   EXPECT_THAT(printed("[LS-022]"), AllOf(HasSubstr("[rank 0] waits for"), HasSubstr("rank 1 is in forward of step 1"),
