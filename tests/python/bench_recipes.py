@@ -23,7 +23,8 @@ BATCH_SIZE = 48
 def digits(model: nn.Module | None = None, **settings: Any) -> Recipe:
     model = model or DigitNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return Recipe(model, load_data()[0], **({"loss": mean_loss, "optimizer": optimizer, "batch_size": BATCH_SIZE} | settings))
+    usual = {"loss": mean_loss, "optimizer": optimizer, "batch_size": BATCH_SIZE}
+    return Recipe(model, load_data()[0], **(usual | settings))
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Tensor:

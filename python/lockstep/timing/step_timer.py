@@ -17,6 +17,9 @@ from lockstep.timing.report import PHASES, StepReport, gathered
 
 Batch = TypeVar("Batch")
 
+#: Steps whose marks are kept before they are read.
+_READ_TOGETHER = 64
+
 
 class Clock:
     """Marks moments: on a GPU by events that are read later, else by the host's clock."""
@@ -50,11 +53,10 @@ class _Marks:
 
     start: Any
     host_start: float
-    pieces: dict[str, list[tuple[Any, Any]]] = dataclasses.field(default_factory=dict)
+    pieces: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
 
     def add(self, phase: str, begin: Any, end: Any) -> None:
-        if begin is not None:
-            self.pieces.setdefault(phase, []).append((begin, end))
+        self.pieces.append((phase, begin, end))
 
 
 class StepTimer:
@@ -219,14 +221,15 @@ class StepTimer:
             self._warmup -= 1
             return
         self._pending.append((marks, end, host_end))
-        self._poll()
+        if len(self._pending) >= _READ_TOGETHER:  # few events are held, and most steps read none
+            self._poll()
 
     def _poll(self) -> None:
         while self._pending and self._clock.has_passed(self._pending[0][1]):
             marks, end, host_end = self._pending.popleft()
             step = dict.fromkeys(PHASES, 0.0)
-            for phase, pieces in marks.pieces.items():
-                step[phase] = sum(self._clock.between(*piece) for piece in pieces)
+            for phase, begin, piece_end in marks.pieces:
+                step[phase] += self._clock.between(begin, piece_end)
             step["step"] = self._clock.between(marks.start, end)
             step["other"] = max(0.0, step["step"] - sum(step[phase] for phase in PHASES))
             step["host"] = host_end - marks.host_start

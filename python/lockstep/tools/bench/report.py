@@ -41,18 +41,17 @@ def show_scaling(found: Scaling, console: Console) -> None:
 
 
 def show_comm(rows: list[Size], ranks: int, backend: str, console: Console) -> None:
-    """One line a size: time, algorithm and bus bandwidth of each contender."""
+    """One line a size: time and bus bandwidth of each contender."""
     table = Table(box=box.SIMPLE_HEAD, title=f"all-reduce of float32, {ranks} ranks, {backend}", title_justify="left")
-    table.add_column("bytes", justify="right")
+    table.add_column("bytes", justify="right", no_wrap=True)
     for name in rows[0].seconds:
-        for heading in (f"{name} us", "[95 % interval]", "algbw GB/s", "busbw GB/s"):
+        for heading in (f"{name}, us [95 % interval]", "busbw, GB/s"):
             table.add_column(escape(heading), justify="right")
     for row in rows:
         cells = [f"{row.size:,}"]
         for name, seconds in row.seconds.items():
-            interval = f"[{1e6 * seconds.low:.0f}, {1e6 * seconds.high:.0f}]"
-            speeds = f"{row.size / seconds.median / 1e9:.3f}", f"{row.bus_bandwidth(name, ranks):.3f}"
-            cells += [f"{1e6 * seconds.median:.1f}", escape(interval), *speeds]
+            time = f"{1e6 * seconds.median:.0f} [{1e6 * seconds.low:.0f}, {1e6 * seconds.high:.0f}]"
+            cells += [escape(time), f"{row.bus_bandwidth(name, ranks):.3f}"]
         table.add_row(*cells)
     console.print(table)
 
