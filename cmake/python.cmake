@@ -22,6 +22,7 @@ lockstep_add_python_module(_C
   csrc/python/bind_communicator.cpp
   csrc/python/bind_hooks.cpp
   csrc/python/bind_reducer.cpp
+  csrc/python/bind_times.cpp
   csrc/python/bind_watch.cpp
   csrc/python/python_hook.cpp
   csrc/python/torch_logger.cpp)

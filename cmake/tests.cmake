@@ -44,6 +44,7 @@ add_executable(lockstep_tests
   tests/cpp/engine/monitor_test.cpp
   tests/cpp/engine/pack_test.cpp
   tests/cpp/engine/reducer_test.cpp
+  tests/cpp/engine/timed_communicator_test.cpp
   tests/cpp/engine/top_k_hook_test.cpp)
 target_include_directories(lockstep_tests PRIVATE tests/cpp/engine)
 target_link_libraries(lockstep_tests PRIVATE lockstep lockstep_fmt)

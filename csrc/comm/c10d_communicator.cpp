@@ -1,9 +1,11 @@
 #include "comm/c10d_communicator.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "comm/known_end.h"
 #include "comm/sparse_sum.h"
 #include "compat.h"
 #include "core/error.h"
@@ -13,7 +15,7 @@ namespace {
 
 using c10d::ReduceOp;
 
-class C10dTransfer : public Transfer {
+class C10dTransfer : public Transfer, public KnownEnd {
  public:
   C10dTransfer(c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors)
       : work_(std::move(work)), tensors_(std::move(tensors)), on_host_(tensors_.front().is_cpu()) {}
@@ -34,6 +36,25 @@ class C10dTransfer : public Transfer {
     }
     tensors_.clear();
     return true;
+  }
+
+  bool tell_end(const std::function<void()>& tell) override {
+    if (!on_host_) return false;
+    try {
+      work_->getFuture()->addCallback([tell](c10::ivalue::Future&) { tell(); });
+    } catch (const c10::Error&) {  // this backend has none
+      return false;
+    }
+    return true;
+  }
+
+  bool lead(const c10::Stream& stream) override {
+    if (on_host_) return false;
+    const c10::impl::VirtualGuardImpl guard(stream.device_type());
+    const c10::Stream before = guard.exchangeStream(stream);
+    const bool ended_well = work_->wait(kNoTimeout);  // our tensors stay alive whatever it lets go of
+    (void)guard.exchangeStream(before);
+    return ended_well;
   }
 
  protected:

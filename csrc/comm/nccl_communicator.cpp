@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "comm/flights.h"
+#include "comm/known_end.h"
 #include "comm/nccl_handle.h"
 #include "comm/nccl_watchdog.h"
 #include "comm/sparse_sum.h"
@@ -26,7 +27,7 @@ using c10::cuda::CUDAStream;
 
 /// A collective on the communication stream. It keeps its tensors, so that their memory is not used for something else
 /// meanwhile; after `wait` the current stream is behind the collective, and freeing them there is safe.
-class NcclTransfer final : public Transfer {
+class NcclTransfer final : public Transfer, public KnownEnd {
  public:
   NcclTransfer(std::shared_ptr<FlightLog> log, FlightPtr flight, std::vector<at::Tensor> tensors, CUDAStream issued_on,
                CUDAStream runs_on)
@@ -51,6 +52,13 @@ class NcclTransfer final : public Transfer {
     // Memory is given back to the stream it was allocated on, and that one does not wait.
     if (current != issued_on_) tell_allocator(runs_on_);
     tensors_.clear();
+  }
+
+  bool tell_end(const std::function<void()>& /*tell*/) override { return false; }
+
+  bool lead(const c10::Stream& stream) override {
+    C10_CUDA_CHECK(cudaStreamWaitEvent(CUDAStream(stream), flight_->end()));
+    return true;
   }
 
  private:

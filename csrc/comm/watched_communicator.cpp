@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "comm/c10d_communicator.h"
+#include "comm/known_end.h"
 #include "core/error.h"
 
 namespace lockstep {
@@ -31,7 +32,7 @@ void explaining(Monitor* monitor, const Wait& wait) {
   }
 }
 
-class WatchedTransfer final : public Transfer {
+class WatchedTransfer final : public Transfer, public KnownEnd {
  public:
   WatchedTransfer(TransferPtr inner, std::shared_ptr<Monitor> monitor)
       : inner_(std::move(inner)), monitor_(std::move(monitor)) {}
@@ -42,6 +43,14 @@ class WatchedTransfer final : public Transfer {
     });
   }
   bool wait_for(std::chrono::milliseconds patience) override { return inner_->wait_for(patience); }
+  bool tell_end(const std::function<void()>& tell) override {
+    auto* known = dynamic_cast<KnownEnd*>(inner_.get());
+    return known != nullptr && known->tell_end(tell);
+  }
+  bool lead(const c10::Stream& stream) override {
+    auto* known = dynamic_cast<KnownEnd*>(inner_.get());
+    return known != nullptr && known->lead(stream);
+  }
 
  private:
   TransferPtr inner_;

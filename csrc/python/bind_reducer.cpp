@@ -171,6 +171,7 @@ void bind_reducer(py::module_& m) {
       .def(
           "last_step_times", [](Replica& self) { return self.reducer().last_step_times(); }, NoGil());
   bind_watch(m, reducer);
+  bind_times(m, reducer);
   bind_hooks(m, reducer);
 }
 

@@ -16,6 +16,7 @@ void bind_reducer(py::module_& m);
 void bind_logger(py::module_& m);
 /// Adds to the class that `bind_reducer` made.
 void bind_watch(py::module_& m, py::class_<Replica, std::shared_ptr<Replica>>& reducer);
+void bind_times(py::module_& m, py::class_<Replica, std::shared_ptr<Replica>>& reducer);
 void bind_hooks(py::module_& m, py::class_<Replica, std::shared_ptr<Replica>>& reducer);
 
 }  // namespace lockstep::python

@@ -99,6 +99,8 @@ bool Reducer::begin_step() {
   if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) recover();
   check_frozen();
   times_.forward_start = StepTimes::now();
+  recording_.begin_forward();
+  weight_.begin_forward(params_);
   progress_->next_step();
   ++forwards_;
   const bool adopted = adopt_waiting_plan();
@@ -160,12 +162,24 @@ void Reducer::sync_gradients() {
   }
   num_handled_ = 0;
   (void)tracker_->begin(expected_);
+  recording_.begin_backward(buffers_.plan());
   divisor_ = live_ranks_ ? live_ranks_() : comm_->size();
   phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
   start_guard(false);
   send(tracker_->finish());
   num_sent_ = in_flight_.size();
   finish();
+}
+
+void Reducer::set_step_weight(std::optional<double> weight) {
+  const std::lock_guard lock(mutex_);
+  check_between_steps("the weight of a step cannot be set");
+  if (weight && !options_.guards) {
+    raise(Code::kReductionFailed,
+          "set_step_weight() needs the guards, by which the weights travel to the other ranks. Construct without "
+          "guards=False.");
+  }
+  weight_.set(weight);
 }
 
 void Reducer::set_static_graph() {
@@ -295,6 +309,8 @@ void Reducer::reset(std::shared_ptr<Communicator> comm) {
   const std::lock_guard lock(mutex_);
   comm_ = std::move(comm);
   in_flight_.clear();
+  recording_.drop_pass();
+  weight_.end_pass();
   final_waits_.clear();
   guard_.reset();
   outputs_.clear();

@@ -157,13 +157,19 @@ PassWord Reducer::pass_word(bool joined) const {
           .pass = joined || live_ranks_ ? PassWord::kAny : passes_,
           .mode = static_cast<int64_t>(options_.graph) + 10 * static_cast<int64_t>(finalization_) +
                   100 * static_cast<int64_t>(options_.skip_unused_buckets) +
-                  1000 * static_cast<int64_t>(records_firings()),
+                  1000 * static_cast<int64_t>(records_firings()) + 10000 * static_cast<int64_t>(weight_.used()),
           .plan = plan_fingerprint_,
           .hook = fingerprint(hook_->signature()),
-          .threw = threw_};
+          .threw = threw_,
+          .weight = joined ? 0.0 : weight_.total()};
 }
 
 void Reducer::start_guard(bool joined) {
+  if (weight_.used() && buffers_.are_captured()) {
+    raise(Code::kReductionFailed,
+          "a step with set_step_weight() cannot be captured into a CUDA graph: the weights of all ranks travel by the "
+          "guards, which replays leave out. Call set_step_weight(None), or do not capture.");
+  }
   if (!options_.guards || guard_passed_ || guard_.started() || buffers_.are_captured()) return;
   const PassWord word = pass_word(joined);
   guard_.start(*comm_, word, device());

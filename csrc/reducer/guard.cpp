@@ -4,12 +4,16 @@
 #include <ATen/record_function.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace lockstep {
 namespace {
 
 constexpr size_t kFields = 6;
+/// Numbers in front of the weights.
+constexpr int64_t kHead = 1 + 2 * static_cast<int64_t>(kFields);
 /// Comes back unchanged from a maximum, and only from that: some groups (for tests, written in Python) know sums only.
 constexpr int64_t kIsMaximum = 1;
 /// A value travels together with its rank: value * kRanks + rank.
@@ -17,6 +21,8 @@ constexpr int64_t kRanks = int64_t{1} << 20;
 /// What is kept of a fingerprint, to leave room for the rank.
 constexpr int64_t kFingerprintMask = (int64_t{1} << 40) - 1;
 constexpr int64_t kLowest = INT64_MIN / 2;
+/// In the places of the other ranks' weights: the bits of one that is not negative are larger.
+constexpr int64_t kNoWeight = -1;
 
 std::array<int64_t, kFields> fields(const PassWord& word) {
   return {word.forwards,
@@ -40,8 +46,8 @@ std::string difference(size_t field, int64_t low, int64_t low_rank, int64_t high
           "rank {} has reduced {} backward passes before this one, but rank {} only {}: one of them missed a step");
     case 2:
       return fmt::format(
-          "ranks {} and {} reduce in different modes: find_unused_parameters, static_graph, manual finalization or the "
-          "skipping of unused buckets is not the same",
+          "ranks {} and {} reduce in different modes: find_unused_parameters, static_graph, manual finalization, the "
+          "skipping of unused buckets or the use of set_step_weight is not the same",
           high_rank, low_rank);
     case 3:
       return fmt::format(
@@ -84,7 +90,7 @@ Guard::Finding compared(const at::Tensor& numbers) {
 void Guard::start(Communicator& comm, const PassWord& word, at::Device device) {
   if (transfer_ || comm.size() == 1) return;
   const int64_t rank = comm.rank();
-  const at::Tensor numbers = staging(1 + 2 * kFields, at::kLong, device);
+  const at::Tensor numbers = staging(kHead + comm.size(), at::kLong, device);
   auto* out = numbers.mutable_data_ptr<int64_t>();
   out[0] = kIsMaximum;
   const auto mine = fields(word);
@@ -93,6 +99,8 @@ void Guard::start(Communicator& comm, const PassWord& word, at::Device device) {
     out[1 + i] = any ? kLowest : mine[i] * kRanks + rank;
     out[1 + kFields + i] = any ? kLowest : -mine[i] * kRanks + rank;
   }
+  std::fill_n(out + kHead, comm.size(), kNoWeight);
+  out[kHead + rank] = std::bit_cast<int64_t>(word.weight);
   // Not one of the training's collectives: tools count those of a profile to find buckets and steps.
   const at::DisableRecordFunctionGuard unrecorded;
   exchange_ = sent_to(numbers, device);
@@ -103,6 +111,7 @@ Guard::Finding Guard::finish(Communicator& comm, Reading reading) {
   if (!transfer_) return {};
   const at::DisableRecordFunctionGuard unrecorded;
   std::exchange(transfer_, nullptr)->wait();
+  weights_ = exchange_.narrow(0, kHead, comm.size()).view(at::kDouble);
   std::optional<HostCopy> earlier = std::exchange(unread_, HostCopy(exchange_));
   Finding finding;
   if (earlier) {

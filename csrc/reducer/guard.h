@@ -24,12 +24,14 @@ struct PassWord {
   uint64_t plan = 0;     ///< Fingerprint of the bucket plan.
   uint64_t hook = 0;     ///< Fingerprint of the comm hook and its arguments.
   int64_t threw = 0;     ///< 1: what this rank owed to this pass or the last one went out as NaN.
+  double weight = 1.0;   ///< Not compared: what its gradients count; not negative.
 };
 
-/// Agrees on a PassWord by one all-reduce of 13 numbers, which leaves before the first bucket and is awaited before the
-/// first mean: it comes through even when the buckets behind it do not fit together. Every rank learns of a difference,
-/// also one between two other ranks, because the maximum and the minimum over ranks travel, each with its rank. On a
-/// device the numbers of a pass are looked at in the next one, so that the host never waits for the device.
+/// Agrees on a PassWord by one all-reduce of 13 numbers and one for each rank, which leaves before the first bucket and
+/// is awaited before the first mean: it comes through even when the buckets behind it do not fit together. Every rank
+/// learns of a difference, also one between two other ranks, because the maximum and the minimum over ranks travel,
+/// each with its rank. On a device the numbers of a pass are looked at in the next one, so that the host never waits
+/// for the device.
 class Guard {
  public:
   /// Collective. Nothing happens when it was started already in this pass.
@@ -45,11 +47,15 @@ class Guard {
   /// What the others say, `kNow` of this pass, or `kLater` of the one before; what is still to be read goes first.
   Finding finish(Communicator& comm, Reading reading);
 
+  /// The weights of all ranks in the pass that was finished last: float64, on the device of the exchange.
+  [[nodiscard]] const at::Tensor& weights() const { return weights_; }
+
   /// Forgets passes that were not finished or not read.
   void reset();
 
  private:
   at::Tensor exchange_;
+  at::Tensor weights_;
   TransferPtr transfer_;
   std::optional<HostCopy> unread_;
 };

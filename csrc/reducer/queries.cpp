@@ -23,9 +23,7 @@ std::vector<std::vector<size_t>> Reducer::bucket_params() {
 std::vector<int64_t> Reducer::bucket_payload_bytes() {
   const std::lock_guard lock(mutex_);
   std::vector<int64_t> result;
-  for (const Bucket& bucket : buffers_.plan().buckets()) {
-    result.push_back(bucket.payload_numel * specs_[index(bucket.params.front())].element_size);
-  }
+  for (size_t b = 0; b < buffers_.plan().num_buckets(); ++b) result.push_back(payload_bytes(bucket_id(b)));
   return result;
 }
 
@@ -75,6 +73,22 @@ std::optional<bool> Reducer::can_set_static_graph() {
 StepTimes Reducer::last_step_times() {
   const std::lock_guard lock(mutex_);
   return last_times_;
+}
+
+void Reducer::record(RecordLevel level) {
+  const std::lock_guard lock(mutex_);
+  check_between_steps("recording cannot be switched");
+  recording_.set_level(level, device());
+}
+
+std::vector<PassTimes> Reducer::take_recorded() {
+  const std::lock_guard lock(mutex_);
+  return recording_.take();
+}
+
+int64_t Reducer::payload_bytes(BucketId id) const {
+  const Bucket& bucket = buffers_.plan().bucket(id);
+  return bucket.payload_numel * specs_[index(bucket.params.front())].element_size;
 }
 
 int64_t Reducer::num_reductions() {

@@ -32,6 +32,7 @@ void Reducer::on_output_reached() {
 void Reducer::on_grad_ready(ParamId id) {
   const std::lock_guard lock(mutex_);
   check_announced(id);
+  weight_.note_gradient();
   if (!params_.tensors[index(id)].grad().defined()) check_cleared(id);
   if (phase_ == Phase::kArmed || phase_ == Phase::kPartial) open(Opening::kGradient);
   if (phase_ == Phase::kCollecting && arrivals_++ == 0) {
@@ -74,6 +75,7 @@ void Reducer::open(Opening opening) {
     expected_ = *firings_;
   }
   unawaited_ = tracker_->begin(expected_);
+  recording_.begin_backward(buffers_.plan());
   divisor_ = live_ranks_ ? live_ranks_() : comm_->size();
 }
 
@@ -94,7 +96,10 @@ void Reducer::collect(ParamId id) {
   }
   if (tracker_->complete(id)) return reject(id);
   const BucketRange ready = tracker_->mark_ready(id);
-  if (tracker_->complete(id)) arrival_.push_back(id);
+  if (tracker_->complete(id)) {
+    arrival_.push_back(id);
+    if (recording_.records_buckets()) recording_.arrived(buffers_.plan().slot(id).bucket);
+  }
   send(ready);
 }
 
@@ -140,6 +145,12 @@ void Reducer::send(BucketRange range) {
 void Reducer::send_bucket(BucketId id) {
   start_guard(false);
   if (is_skipped(id)) return skipped_.push_back(id);
+  const bool records = recording_.records_buckets() && !buffers_.are_captured() && !is_empty(id);
+  const NvtxRange range(records && !device().is_cpu(), records ? "lockstep sends " + buffers_.describe(id) : "");
+  Communicator& comm = records ? recording_.start(id, payload_bytes(id), comm_) : *comm_;
+  if (weight_.used()) {
+    for (const ParamId param : buffers_.plan().bucket(id).params) weight_.restore(params_.tensors[index(param)], param);
+  }
   buffers_.absorb(
       id, packing_scale(), options_.graph == GraphKind::kComplete ? GradBuffers::PresenceOf() : [this](ParamId param) {
         return presence(param);
@@ -148,7 +159,8 @@ void Reducer::send_bucket(BucketId id) {
   if (in_flight_.empty()) times_.communication_start = StepTimes::now();
   GradBucket bucket = buffers_.lend(id);
   bucket.undivided = reduces_in_place();
-  naming(id, [&] { in_flight_.push_back({id, hook_->start(bucket, *comm_)}); });
+  naming(id, [&] { in_flight_.push_back({id, hook_->start(bucket, comm)}); });
+  if (records) recording_.sent(id);
 }
 
 /// Takes part in the reduction of a bucket without touching its memory, which may hold gradients of ours.
@@ -161,8 +173,8 @@ Reducer::InFlight Reducer::send_stand_in(BucketId id, double value) {
 }
 
 double Reducer::packing_scale() const {
-  if (reduces_in_place()) return static_cast<double>(comm_->size()) / divisor_;  // the rest of the division
-  return hook_->input() == CommHook::Input::kSummand ? scale() : 1.0;
+  if (reduces_in_place()) return scale() * comm_->size();  // the rest of the division
+  return hook_->input() == CommHook::Input::kSummand ? scale() : weight_.unit();
 }
 
 bool Reducer::is_empty(BucketId id) const {
@@ -192,6 +204,7 @@ GradBuffers::Presence Reducer::presence(ParamId id) const {
 void Reducer::on_backward_ended(int backward) {
   if (phase_ != Phase::kCollecting || backward != closing_backward_) return;
   times_.backward_compute_end = StepTimes::now();
+  recording_.end_backward();
   if (arrivals_ == 0) {  // somebody asked for the gradient of an input, say
     phase_ = before_;
     progress_->enter(Stage::kBeforeBackward);
@@ -236,6 +249,7 @@ void Reducer::finish() {
   check_unused_option();
   if (options_.graph == GraphKind::kDynamic) usage_.note_reduced();
   learn_from_pass();
+  recording_.end_pass(num_reductions_);
   ++num_reductions_;
   end_pass();
   last_times_ = times_;
@@ -250,7 +264,11 @@ void Reducer::take_means(const std::function<void(BucketId, at::Tensor)>& take) 
     const InFlight next = std::move(in_flight_.back());
     in_flight_.pop_back();
     progress_->enter(Stage::kBucketWait, index(next.bucket));
-    take(next.bucket, naming(next.bucket, [&] { return next.mean->wait(); }));
+    if (recording_.records_buckets()) recording_.begin_wait(next.bucket);
+    const NvtxRange range(recording_.records_buckets() && !device().is_cpu(), "lockstep waits for a bucket");
+    at::Tensor mean = naming(next.bucket, [&] { return next.mean->wait(); });
+    if (recording_.records_buckets()) recording_.end_wait(next.bucket);
+    take(next.bucket, std::move(mean));
   }
 }
 
@@ -271,10 +289,22 @@ void Reducer::publish(BucketId id, const at::Tensor& mean) {
     add_late_gradients(buffers_, id, params_, usage_, scale(), *comm_, mean);
   }
   buffers_.publish(id, mean, keep);
+  if (weight_.used()) weigh(id, keep);
   if (!published_observer_) return;
   for (const ParamId param : buffers_.plan().bucket(id).params) {
     if (!(keep && keep(param))) published_observer_(param);
   }
+}
+
+/// The mean over ranks of weighted gradients becomes their weighted mean.
+void Reducer::weigh(BucketId id, const GradBuffers::Predicate& keep) {
+  std::vector<ParamId> ids;
+  for (const ParamId param : buffers_.plan().bucket(id).params) {
+    if (!(keep && keep(param))) ids.push_back(param);
+  }
+  const at::Tensor own = at::full({1}, weight_.total(), at::kDouble);
+  const at::Tensor& weights = comm_->size() == 1 ? own : guard_.weights();
+  divide_by_weights(params_, ids, weights, divides_by_live_ranks() ? divisor_ : comm_->size());
 }
 
 /// A backward threw before its end. The other ranks may be waiting for every bucket of this step, so those that have
@@ -308,6 +338,7 @@ void Reducer::recover() {
     }
   }
   in_flight_.clear();
+  recording_.drop_pass();
   try {
     if (exchanges_usage() && !usage_.exchange_started()) {
       usage_.start_exchange(*comm_, device());
@@ -329,6 +360,7 @@ void Reducer::recover() {
 void Reducer::end_pass() {
   ++passes_;
   hook_->on_pass_ended();
+  weight_.end_pass();
   threw_ = 0;
   forwards_ = 0;
   outputs_.clear();

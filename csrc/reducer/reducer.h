@@ -24,7 +24,9 @@
 #include "reducer/guard.h"
 #include "reducer/local_gradients.h"
 #include "reducer/options.h"
+#include "reducer/recording.h"
 #include "reducer/step_times.h"
+#include "reducer/step_weight.h"
 #include "reducer/usage.h"
 
 namespace lockstep {
@@ -75,6 +77,18 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   /// Replaces the comm hook. Every rank must do the same. Gradients accumulated so far are kept.
   /// @throws lockstep::Error  a backward is running.
   void set_hook(std::unique_ptr<CommHook> hook);
+
+  /// The gradients of micro-batches from the next forward on count this much: every mean is sum(w g) / sum(w) over
+  /// ranks and micro-batches. Holds until it is set again; empty: plain means. All ranks must do so, or none.
+  /// @param weight  not negative. Where all are 0, the mean is 0.
+  /// @throws lockstep::Error  a backward is running, or the guards are off, by which weights travel.
+  void set_step_weight(std::optional<double> weight);
+
+  /// From now on keeps the times of each pass, for `take_recorded`. Costs one wait for a device.
+  /// @throws lockstep::Error  a backward is running.
+  void record(RecordLevel level);
+  /// Passes recorded since the last call, at most `Recording::kKept`, that have ended on the device too.
+  [[nodiscard]] std::vector<PassTimes> take_recorded();
 
   /// What the comm hook keeps between steps.
   /// @throws lockstep::Error  a backward is running; nothing has changed.
@@ -191,6 +205,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void reject(ParamId id);
   void send(BucketRange range);
   void send_bucket(BucketId id);
+  void weigh(BucketId id, const GradBuffers::Predicate& keep);
   InFlight send_stand_in(BucketId id, double value);
   template <typename Step>
   auto naming(BucketId id, const Step& step);
@@ -239,7 +254,11 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   [[nodiscard]] bool exchanges_usage() const { return records_firings() || options_.graph == GraphKind::kDynamic; }
   [[nodiscard]] bool records_firings() const { return options_.graph == GraphKind::kStatic && !firings_; }
   [[nodiscard]] GradBuffers::Presence presence(ParamId id) const;
-  [[nodiscard]] double scale() const { return 1.0 / divisor_; }
+  [[nodiscard]] double scale() const { return weight_.unit() / divisor_; }
+  /// The sum over ranks comes divided by the ranks that contribute; else by all of them.
+  [[nodiscard]] bool divides_by_live_ranks() const {
+    return reduces_in_place() || hook_->input() == CommHook::Input::kSummand;
+  }
   /// Gradients of so many bytes are reduced where they lie, and the communicator divides by the number of ranks.
   [[nodiscard]] std::optional<int64_t> in_place_bytes() const {
     if (options_.placement != GradPlacement::kOwnMemory || !hook_->averages_in_place()) return std::nullopt;
@@ -247,6 +266,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   }
   [[nodiscard]] bool reduces_in_place() const { return in_place_bytes().has_value(); }
   [[nodiscard]] double packing_scale() const;
+  [[nodiscard]] int64_t payload_bytes(BucketId id) const;
 
   std::mutex mutex_;
   const ParamList params_;
@@ -257,6 +277,8 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   GradBuffers buffers_;
   std::optional<BackwardTracker> tracker_;  // of buffers_' plan
   UsageTracker usage_;
+  StepWeight weight_;
+  Recording recording_;
   const std::shared_ptr<Progress> progress_;
   Guard guard_;
   OutputWatch outputs_;

@@ -25,6 +25,36 @@ class StepTimes:
     communication_start: int
     communication_end: int
 
+class RecordLevel:
+    OFF: RecordLevel
+    STEP: RecordLevel
+    BUCKETS: RecordLevel
+
+class CollectiveTimes:
+    kind: str
+    bytes: int
+    issued: int
+    ended: int
+    exact: bool
+
+class BucketTimes:
+    bucket: int
+    bytes: int
+    ready: int
+    started: int
+    sent: int
+    wait_start: int
+    wait_end: int
+    collectives: list[CollectiveTimes]
+
+class PassTimes:
+    number: int
+    forward_start: int
+    backward_start: int
+    backward_end: int
+    end: int
+    buckets: list[BucketTimes]
+
 class Communicator:
     def __init__(self, process_group: dist.ProcessGroup) -> None: ...
     def rank(self) -> int: ...
@@ -95,6 +125,11 @@ class Reducer:
     def has_final_plan(self) -> bool: ...
     def num_reductions(self) -> int: ...
     def last_step_times(self) -> StepTimes: ...
+    def record(self, level: RecordLevel) -> None: ...
+    def take_recorded(self) -> list[PassTimes]: ...
+    def set_step_weight(self, weight: float | None) -> None: ...
+    def sum(self, data: torch.Tensor) -> None: ...
+    def communicator_name(self) -> str: ...
     def _rebuild_buckets(self) -> bool: ...
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None: ...
     def _autograd_hook(self, index: int) -> None: ...

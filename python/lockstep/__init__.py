@@ -23,10 +23,12 @@ from lockstep._monitor import dump_state, install_signal_handler  # noqa: E402
 from lockstep._outputs import register_output_type  # noqa: E402
 from lockstep._print import flush0, log0, print0  # noqa: E402
 from lockstep.ddp import DistributedDataParallel  # noqa: E402
+from lockstep.timing import StepTimer  # noqa: E402
 
 __all__ = [
     "DistributedDataParallel",
     "LocalGradientWarning",
+    "StepTimer",
     "__version__",
     "build_info",
     "checkpoint",

@@ -44,6 +44,8 @@ class Code(enum.IntEnum):
     CHECKPOINT_WRITER = 145
     MISSING_EXTRA = 146
     RECIPE = 147
+    NOTHING_TIMED = 148
+    BAD_WEIGHT = 149
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.

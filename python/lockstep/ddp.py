@@ -18,12 +18,13 @@ from lockstep._codes import Code, tagged
 from lockstep._extras import Extras
 from lockstep._hooks import CommHooks
 from lockstep._logger import make_logger
+from lockstep._measuring import Measuring
 from lockstep._mixed_precision import MixedPrecision, check_config
 from lockstep._outputs import tensors_in
 from lockstep._reducer import Reducer
 
 
-class DistributedDataParallel(Extras, CommHooks, Buffers, MixedPrecision, TorchDDP):
+class DistributedDataParallel(Extras, Measuring, CommHooks, Buffers, MixedPrecision, TorchDDP):
     """Keep one copy of ``module`` on each rank and average the gradients while backward runs.
 
     Takes the arguments of torch's class, of every supported version, and means the same by them. It is a subclass, so

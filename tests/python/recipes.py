@@ -70,6 +70,15 @@ def right_unequal_samples(rank: int, world_size: int) -> Recipe:
     return recipe(batches=sampler, loss=loss)
 
 
+def right_unequal_tokens(rank: int, world_size: int) -> Recipe:
+    def loss(model: nn.Module, batch: Any) -> Tensor:  # class 0 is padding
+        if world_size > 1:
+            model.set_step_weight(int((batch[1] != 0).sum()))
+        return cross_entropy(model(batch[0]), batch[1], ignore_index=0)
+
+    return recipe(loss=loss)
+
+
 class Bytes(Dataset):
     """Windows of a text, each with the byte that follows every position."""
 

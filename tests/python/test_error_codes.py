@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = [path for path in (ROOT / "python/lockstep").rglob("*.py") if "examples" not in path.parts]
 
 #: Exceptions whose constructor adds the code, and one that becomes such.
-ADD_THEIR_CODE = ("CheckpointError", "WriterFailedError", "RecipeError", "_Failed")
+ADD_THEIR_CODE = ("CheckpointError", "WriterFailedError", "RecipeError", "Failed")
 
 
 def _engine_codes() -> dict[str, int]:

@@ -10,12 +10,13 @@ import click
 from rich.console import Console
 
 from lockstep._version import __version__
+from lockstep.tools.bench.cli import bench, tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="lockstep")
 def commands() -> None:
-    """Is the machine ready for data-parallel training, and is the training on N ranks still the same?"""
+    """Is the machine ready for data-parallel training, is it still the same training on N ranks, and how fast is it?"""
 
 
 @commands.command()
@@ -95,3 +96,7 @@ def align(
     else:
         show(comparison, Console())
     sys.exit(0 if comparison.level >= level else 1)
+
+
+commands.add_command(bench)
+commands.add_command(tune)

@@ -205,6 +205,17 @@ TEST(Guard, ReadAtOnceLooksFirstAtWhatWasLeftUnread) {
   });
 }
 
+TEST(Guard, BringsTheWeightsOfAllRanks) {
+  run_ranks(3, [](std::shared_ptr<ThreadCommunicator> comm) {
+    Guard guard;
+    for (const Reading reading : {Reading::kNow, Reading::kLater}) {
+      guard.start(*comm, with(&PassWord::weight, 0.5 * comm->rank()), at::kCPU);
+      EXPECT_THAT(guard.finish(*comm, reading).text, IsEmpty()) << "weights are not compared";
+      EXPECT_TRUE(at::equal(guard.weights(), at::tensor({0.0, 0.5, 1.0}, at::kDouble)));
+    }
+  });
+}
+
 TEST(Guard, CostsNothingWhereThereIsOneRank) {
   run_ranks(1, [](std::shared_ptr<ThreadCommunicator> comm) {
     Guard guard;

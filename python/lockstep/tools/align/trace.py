@@ -62,7 +62,7 @@ def trace(
     for step in range(steps):
         group = next(steps_of_data)
         if step == 0 and world_size == 1:
-            found = probe(module, recipe.loss, _move(group[0][2], device), len(group[0][0]))
+            found = probe(module, recipe.loss, moved(group[0][2], device), len(group[0][0]))
         yield _one_step(recipe, model, group, step, device, rank, buffers, found)
         found = None
 
@@ -84,7 +84,7 @@ def _one_step(
     for number, (indices, _, batch) in enumerate(group, start=1):
         alone = number < len(group) and hasattr(model, "no_sync")
         with model.no_sync() if alone else contextlib.nullcontext():
-            loss = recipe.loss(model, _move(batch, device))
+            loss = recipe.loss(model, moved(batch, device))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise RecipeError(f"the recipe's loss must return one number as a tensor, not {type(loss).__name__}.")
             (loss / recipe.accumulate if recipe.divide_loss else loss).backward()
@@ -226,12 +226,13 @@ def _digest(value: Any, digest: Any) -> None:
         digest.update(pickle.dumps(value))
 
 
-def _move(value: Any, device: str) -> Any:
+def moved(value: Any, device: str) -> Any:
+    """The tensors in ``value`` on ``device``."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: _move(item, device) for key, item in value.items()}
+        return {key: moved(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        moved = [_move(item, device) for item in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -1,0 +1,236 @@
+"""Times the parts of a training step by hooks, without making the host wait for the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep._outputs import tensors_in
+from lockstep.timing.report import PHASES, StepReport, gathered
+
+Batch = TypeVar("Batch")
+
+#: Steps whose marks are kept before they are read.
+_READ_TOGETHER = 64
+
+
+class Clock:
+    """Marks moments: on a GPU by events that are read later, else by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_gpu = device.type == "cuda"
+
+    def mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def has_passed(self, mark: Any) -> bool:
+        return not self._on_gpu or mark.query()
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds. Both must have passed."""
+        return begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
+
+    def synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+@dataclasses.dataclass
+class _Marks:
+    """One step under way: where it began, and the pieces of each phase."""
+
+    start: Any
+    host_start: float
+    pieces: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, phase: str, begin: Any, end: Any) -> None:
+        self.pieces.append((phase, begin, end))
+
+
+class StepTimer:
+    """Times data, forward, backward, exposed communication and optimizer of every step of this rank.
+
+    A step ends with ``optimizer.step()``; what lies between two ends is one step, whatever it holds: accumulation,
+    several forwards, clipping. All is found by hooks, so the loop stays as it is except for ``batches``. On a GPU the
+    phases are those of its stream: time that the GPU spends, or stands idle, between two marks. Nothing waits for
+    the GPU before ``report`` or ``summary``.
+
+    =============  =========================================================================================
+    data           in ``next`` of the iterator given to ``batches``; on a GPU, as far as it stood idle
+    forward        from the model's forward, with its collectives, to the first gradient: so with the loss
+    backward       until all gradients of this rank are there, with the packing of buckets
+    communication  exposed: until the means are there; the part of the reduction that backward did not hide
+    optimizer      ``optimizer.step()``
+    other          the rest of the step
+    =============  =========================================================================================
+
+    Works with ``lockstep.DistributedDataParallel``, torch's, and a bare module. It does not see forwards that do not
+    go through ``model(...)``, nor a model that was compiled as a whole (compile the module that is wrapped).
+
+    Args:
+        model: wrapped or not.
+        optimizer: whose ``step`` ends a step. With several, the one that comes last.
+        warmup: steps at the start that do not count.
+        keep: the newest so many steps are kept.
+
+    Example:
+        >>> timer = lockstep.StepTimer(model, optimizer)
+        >>> for batch in timer.batches(loader):
+        ...     ...                                # forward, backward, optimizer.step() as before
+        >>> report = timer.report()                # collective
+        >>> report.print()                         # on rank 0
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, warmup: int = 3, keep: int = 10_000
+    ) -> None:
+        parameter = next(model.parameters(), torch.empty(0))
+        self._clock = Clock(parameter.device)
+        self._warmup = warmup
+        self._steps: deque[dict[str, float]] = deque(maxlen=keep)
+        self._pending: deque[tuple[_Marks, Any, float]] = deque()
+        self._marks: _Marks | None = None
+        self._forward_start: Any = None
+        self._backward_start: Any = None
+        self._compute_end: Any = None
+        self._optimizer_start: Any = None
+        self._optimizer_depth = 0  # of an optimizer whose step calls that of its base class, which has hooks of its own
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self._handles = [
+            # The wrapper's forward begins before that of its module; its engine hooks the end of backward behind us.
+            model.register_forward_pre_hook(self._begin_forward),
+            inner.register_forward_hook(self._end_forward),
+            optimizer.register_step_pre_hook(self._begin_optimizer),
+            optimizer.register_step_post_hook(self._end_step),
+        ]
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of ``loader``; the time spent waiting for each counts as data."""
+        iterator = iter(loader)
+        while True:
+            marks, begin = self._current(), self._clock.mark()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            marks.add("data", begin, self._clock.mark())
+            yield batch
+
+    def restart(self) -> None:
+        """Begin the next step now: what happened since the last one, an evaluation say, belongs to no step."""
+        self._marks = None
+
+    def reset(self) -> None:
+        """Forget all steps, and begin the next one now."""
+        self._pending.clear()
+        self._steps.clear()
+        self.restart()
+
+    def close(self) -> None:
+        """Take the hooks off model and optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def steps(self) -> list[dict[str, float]]:
+        """Seconds of each phase of each finished step after the warm-up, with "step" for the whole and "host" for the
+        time in which the host was done with it. Waits for the device."""
+        self._clock.synchronize()
+        self._poll()
+        return list(self._steps)
+
+    def summary(self) -> StepReport:
+        """This rank's steps. Waits for the device; not collective."""
+        return StepReport([self.steps()])
+
+    def report(self, group: dist.ProcessGroup | None = None) -> StepReport:
+        """The steps of all ranks of ``group``. Collective; waits for the device."""
+        return StepReport(gathered(self.steps(), group))
+
+    # ---- hooks ----
+
+    def _current(self) -> _Marks:
+        if self._marks is None:
+            self._marks = _Marks(self._clock.mark(), time.perf_counter())
+        return self._marks
+
+    def _begin_forward(self, *_: Any) -> None:
+        marks = self._current()
+        self._optimizer_depth = 0  # a step that threw has no end
+        if self._forward_start is not None:  # of a forward without backward
+            marks.add("forward", *self._forward_start)
+        now = self._clock.mark()
+        self._forward_start = (now, now)
+
+    def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        if self._forward_start is None:
+            return
+        self._forward_start = (self._forward_start[0], self._clock.mark())
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        if self._backward_start is not None:
+            return
+        self._backward_start = self._clock.mark()
+        if self._forward_start is not None:
+            self._current().add("forward", self._forward_start[0], self._backward_start)
+            self._forward_start = None
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._compute_end = self._clock.mark()
+        self._current().add("backward", self._backward_start, self._compute_end)
+        # Callbacks run in the order of their registration: the engine's, which waits for the means, comes in between.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_communication)
+
+    def _end_communication(self) -> None:
+        self._current().add("communication", self._compute_end, self._clock.mark())
+        self._backward_start = None
+
+    def _begin_optimizer(self, *_: Any) -> None:
+        self._backward_start = None  # of a backward that threw
+        self._optimizer_depth += 1
+        if self._optimizer_depth == 1:
+            self._optimizer_start = self._clock.mark()
+
+    def _end_step(self, *_: Any) -> None:
+        self._optimizer_depth -= 1
+        if self._optimizer_depth > 0:
+            return
+        marks, end, host_end = self._current(), self._clock.mark(), time.perf_counter()
+        marks.add("optimizer", self._optimizer_start, end)
+        if self._forward_start is not None:
+            marks.add("forward", *self._forward_start)
+            self._forward_start = None
+        self._marks = _Marks(end, host_end)
+        if self._warmup > 0:
+            self._warmup -= 1
+            return
+        self._pending.append((marks, end, host_end))
+        if len(self._pending) >= _READ_TOGETHER:  # few events are held, and most steps read none
+            self._poll()
+
+    def _poll(self) -> None:
+        while self._pending and self._clock.has_passed(self._pending[0][1]):
+            marks, end, host_end = self._pending.popleft()
+            step = dict.fromkeys(PHASES, 0.0)
+            for phase, begin, piece_end in marks.pieces:
+                step[phase] += self._clock.between(begin, piece_end)
+            step["step"] = self._clock.between(marks.start, end)
+            step["other"] = max(0.0, step["step"] - sum(step[phase] for phase in PHASES))
+            step["host"] = host_end - marks.host_start
+            self._steps.append(step)
