@@ -16,7 +16,7 @@ from lockstep.examples.digits import DigitNet
 from lockstep.tools.align import Recipe
 
 #: In seconds, far beyond the noise of a busy machine.
-LOADER_WAITS, RANK_WAITS = 0.2, 0.2
+LOADER_WAITS, RANK_WAITS = 0.4, 0.2
 BATCH_SIZE = 48
 
 
@@ -25,6 +25,10 @@ def digits(model: nn.Module | None = None, **settings: Any) -> Recipe:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     usual = {"loss": mean_loss, "optimizer": optimizer, "batch_size": BATCH_SIZE}
     return Recipe(model, load_data()[0], **(usual | settings))
+
+
+def healthy() -> Recipe:
+    return digits()
 
 
 def mean_loss(model: nn.Module, batch: Any) -> Tensor:

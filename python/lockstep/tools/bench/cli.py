@@ -10,6 +10,8 @@ from typing import Any
 import click
 from rich.console import Console
 
+from lockstep._codes import Code, tagged
+
 _DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 _NPROC = click.option("--nproc", default=2, show_default=True, type=click.IntRange(2), help="Ranks.")
 _TIMEOUT = click.option("--timeout", default=300.0, show_default=True, help="Seconds for a start, or for a round.")
@@ -72,7 +74,7 @@ def comm(nproc: int, smallest: str, largest: str, factor: int, device: str, time
     device = _chosen(device, nproc)
     job = tool.Job(nproc, _bytes(smallest), _bytes(largest), factor, device, timeout)
     if job.smallest > job.largest:
-        raise click.UsageError(f"--min {smallest} is larger than --max {largest}.")
+        raise click.UsageError(tagged(Code.BAD_OPTION, f"--min {smallest} is larger than --max {largest}."))
     rows = _run("bench comm", f"Reducing on {nproc} ranks on {device}", tool.measure, job)
     backend = "nccl" if device == "cuda" else "gloo"
     content = {"ranks": nproc, "backend": backend, "sizes": [row.as_dict(nproc) for row in rows]}
@@ -138,5 +140,6 @@ def _bytes(text: str) -> int:
     factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     number, factor = (text[:-1], factors[text[-1].upper()]) if text[-1:].upper() in factors else (text, 1)
     if not number.isdigit() or int(number) == 0:
-        raise click.UsageError(f"'{text}' is no size in bytes: write 4096, 4K, 64M or 1G.")
+        wrong = f"'{text}' is no size in bytes: write 4096, 4K, 64M or 1G."
+        raise click.UsageError(tagged(Code.BAD_OPTION, wrong))
     return int(number) * factor

@@ -23,6 +23,7 @@ _WARMUP = 3
 #: Differences below this are not worth a line of code, however sure they are.
 _WORTH = 0.01
 _FEWEST_ROUNDS = 3
+_ENOUGH_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +155,11 @@ def _duel(best: Setting, one: Setting, rounds: int, step: Callable[[Setting], fl
         measured[second.code] = step(second)
         times.append(measured[one.code])
         ratios.append(measured[one.code] / measured[best.code])
-        if number >= _FEWEST_ROUNDS and _verdict(estimate(ratios)) != "open":
+        ratio = estimate(ratios)
+        if number >= _FEWEST_ROUNDS and _verdict(ratio) != "open":
             break
+        if number >= _ENOUGH_ROUNDS and abs(ratio.median - 1) < (ratio.high - ratio.low) / 4:
+            break  # more rounds would hardly find a difference that is this small beside the noise
     ratio = estimate(ratios)
     verdict = _verdict(ratio).replace("open", "within noise")
     return Trial(one.name, one.code, estimate(times), ratio, len(ratios), verdict)
