@@ -53,12 +53,9 @@ target_compile_options(lockstep_tests PRIVATE -fPIC)
 target_precompile_headers(lockstep_tests REUSE_FROM lockstep)
 lockstep_add_test(lockstep_tests 180 4)
 
-# lockstep_front_tests (cmake/front.cmake): the C++ front, with ranks as threads. One entry of CTest: starting torch takes
-# longer than its tests.
+# lockstep_front_tests (cmake/front.cmake): the C++ front, with ranks as threads.
 target_include_directories(lockstep_front_tests PRIVATE tests/cpp/front)
-target_link_libraries(lockstep_front_tests PRIVATE GTest::gmock_main)
-add_test(NAME CppFront COMMAND lockstep_front_tests)
-set_tests_properties(CppFront PROPERTIES TIMEOUT 300)
+lockstep_add_test(lockstep_front_tests 180 1)
 
 # lockstep_cuda_tests: kernels and NCCL. Each test says why it is skipped where GPUs are missing. Two entries of CTest and
 # not one per test: starting CUDA takes longer than most of them. lockstep_pack_bench links no torch.
