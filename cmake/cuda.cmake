@@ -142,10 +142,13 @@ if(LOCKSTEP_NCCL_INCLUDE AND LOCKSTEP_NCCL)
   string(REGEX REPLACE "#define NCCL_[A-Z]+ +" "" LOCKSTEP_NCCL_VERSION "${lockstep_nccl_lines}")
   list(JOIN LOCKSTEP_NCCL_VERSION . LOCKSTEP_NCCL_VERSION)
   target_include_directories(lockstep_cuda SYSTEM INTERFACE ${LOCKSTEP_NCCL_INCLUDE})
-  target_link_libraries(lockstep_cuda INTERFACE ${LOCKSTEP_NCCL})
+  # c10d's NCCL group lies in torch's CUDA library.
+  target_link_libraries(lockstep_cuda INTERFACE
+    ${LOCKSTEP_NCCL} ${LibTorch_DIR}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}torch_cuda${CMAKE_SHARED_LIBRARY_SUFFIX})
   list(APPEND LOCKSTEP_CUDA_RPATH "$ORIGIN/../../nvidia/nccl/lib")
   list(APPEND lockstep_device_sources
-    csrc/comm/flights.cpp csrc/comm/nccl_communicator.cpp csrc/comm/nccl_handle.cpp csrc/comm/nccl_watchdog.cpp)
+    csrc/comm/flights.cpp csrc/comm/nccl_backend.cpp csrc/comm/nccl_communicator.cpp csrc/comm/nccl_handle.cpp
+    csrc/comm/nccl_watchdog.cpp)
   set(lockstep_nccl_status "NCCL ${LOCKSTEP_NCCL_VERSION}")
 else()
   list(APPEND lockstep_device_sources csrc/comm/no_nccl.cpp)

@@ -1,7 +1,8 @@
 # What `cmake --install` lays down. The Python package folder is one such prefix: find_package(lockstep) works from it,
 # as torch's C++ side does from torch's folder.
 #
-#   lib/liblockstep.so  include/lockstep/  lib/cmake/lockstep/      component cpp
+#   lib/liblockstep.so  lib/cmake/lockstep/      component cpp
+#   include/lockstep/lockstep.h and those beside it; include/lockstep/engine: the layers below, which they include
 #   _C.*.so  _build.py                                              component python, only wanted by setup.py
 
 include(CMakePackageConfigHelpers)
@@ -11,8 +12,10 @@ string(REGEX MATCH "^[0-9]+\\.[0-9]+" LibTorch_VERSION_MINOR_ONLY ${LibTorch_VER
 set_target_properties(lockstep PROPERTIES
   INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;${LOCKSTEP_CUDA_RPATH}" INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS lockstep EXPORT lockstep_targets LIBRARY DESTINATION lib COMPONENT cpp)
-install(DIRECTORY csrc/ DESTINATION include/lockstep COMPONENT cpp
-        FILES_MATCHING PATTERN "*.h" PATTERN "pch.h" EXCLUDE PATTERN "python" EXCLUDE)
+install(DIRECTORY csrc/lockstep/ DESTINATION include/lockstep COMPONENT cpp FILES_MATCHING PATTERN "*.h")
+install(DIRECTORY csrc/ DESTINATION include/lockstep/engine COMPONENT cpp
+        FILES_MATCHING PATTERN "*.h" PATTERN "pch.h" EXCLUDE PATTERN "python" EXCLUDE PATTERN "gloo_headers" EXCLUDE
+        PATTERN "examples" EXCLUDE PATTERN "csrc/lockstep" EXCLUDE)
 install(EXPORT lockstep_targets NAMESPACE lockstep:: DESTINATION ${config_dir} COMPONENT cpp)
 
 configure_package_config_file(cmake/lockstepConfig.cmake.in ${PROJECT_BINARY_DIR}/lockstepConfig.cmake

@@ -53,6 +53,10 @@ target_compile_options(lockstep_tests PRIVATE -fPIC)
 target_precompile_headers(lockstep_tests REUSE_FROM lockstep)
 lockstep_add_test(lockstep_tests 180 4)
 
+# lockstep_front_tests (cmake/front.cmake): the C++ front, with ranks as threads.
+target_include_directories(lockstep_front_tests PRIVATE tests/cpp/front)
+lockstep_add_test(lockstep_front_tests 180 1)
+
 # lockstep_cuda_tests: kernels and NCCL. Each test says why it is skipped where GPUs are missing. Two entries of CTest and
 # not one per test: starting CUDA takes longer than most of them. lockstep_pack_bench links no torch.
 if(LOCKSTEP_WITH_CUDA)

@@ -23,7 +23,8 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "reducer": ("core/", "buckets/", "comm/", "hooks/comm_hook.h"),
     "api": ("core/", "kernels/", "comm/", "buckets/", "hooks/", "reducer/"),
     "python": ("core/", "kernels/", "comm/", "buckets/", "hooks/", "reducer/", "api/"),
-    "examples": ("core/", "api/"),
+    "lockstep": ("core/", "kernels/", "comm/", "buckets/", "hooks/", "reducer/", "api/"),
+    "examples": ("core/", "lockstep/"),
 }
 # core/error.h and core/ids.h are vocabulary (std and fmt only): the layers beside the core raise the same errors.
 VOCABULARY = ("core/error.h", "core/ids.h")
@@ -42,6 +43,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "reducer": (*PYTHON, *CUDA),
     "api": (*PYTHON, *CUDA),
     "python": CUDA,
+    "lockstep": (*PYTHON, *CUDA),
 }
 DEVICE_LAYERS = ("kernels", "comm")
 DEVICE_CODE = re.compile(

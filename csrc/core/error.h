@@ -60,6 +60,14 @@ enum class Code : int {
   kHookArgument = 38,
   kHookState = 39,
   kHigherOrder = 40,
+  // Of programs in C++.
+  kLaunch = 61,
+  kWorldIncomplete = 62,
+  kBackend = 63,
+  kFrontArgument = 64,
+  kModuleChanged = 65,
+  kWrongDevice = 66,
+  kWrapFailed = 67,
 };
 
 /// " [LS-007]".

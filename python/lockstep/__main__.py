@@ -1,12 +1,19 @@
-"""``python -m lockstep``, and the command ``lockstep``: see ``lockstep --help``."""
+"""``python -m lockstep``, and the command ``lockstep``: see ``lockstep --help``.
+
+``python -m lockstep --cmake-prefix-path`` prints where CMake finds the package of the C++ side, and needs no extra.
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 
 def main() -> int:
     """Run the command line; without its libraries, say which extra is missing and return 2."""
+    if sys.argv[1:] == ["--cmake-prefix-path"]:
+        print(Path(__file__).resolve().parent)
+        return 0
     try:
         import click  # noqa: F401
         import rich  # noqa: F401

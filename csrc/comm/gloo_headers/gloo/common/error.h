@@ -1,0 +1,2 @@
+// See gloo/algorithm.h: nothing of this header is needed.
+#pragma once
