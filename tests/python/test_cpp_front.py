@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,49 @@ def test_gpt_learns_a_text(tmp_path):
     assert len(losses) == 3
     assert report["loss"] < losses[0] < 5.6
     assert report["tokens_per_second"] > 0
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable."""
+    names = (f"ls{os.getpid()}a", f"ls{os.getpid()}b")
+    commands = [f"netns add {name}" for name in names]
+    commands.append(f"link add v0 netns {names[0]} type veth peer name v0 netns {names[1]}")
+    for number, name in enumerate(names, start=1):
+        commands += [f"-n {name} addr add 10.77.0.{number}/24 dev v0"]
+        commands += [f"-n {name} link set {device} up" for device in ("lo", "v0")]
+    try:
+        try:
+            for command in commands:
+                subprocess.run(["ip", *command.split()], check=True, capture_output=True, timeout=HANG)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("network namespaces need root, the right to make them, and iproute2")
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=HANG)
+
+
+def test_two_hosts_under_torchrun(two_hosts):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--no-python"]
+    where = ["--master-addr", "10.77.0.1", "--master-port", "29500"]
+    nodes = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *torchrun, *where, "--node-rank", str(node), str(WORKER), "train", "3"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node, name in enumerate(two_hosts)
+    ]
+    try:
+        outputs = [node.communicate(timeout=HANG) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert outputs[0][0].splitlines() == ["trained 3 steps on 2 ranks"] * 2
 
 
 # ---- what goes wrong ----
