@@ -163,7 +163,7 @@ def test_differences_within_noise_change_nothing():
     def seconds(setting: tune.Setting, number: int) -> float:
         return noise[(number * (3 if setting.arguments else 5)) % len(noise)]
 
-    found, asked = _tournament(seconds)
+    found, _ = _tournament(seconds)
     assert found.winner == "defaults" and found.code == "model = lockstep.DistributedDataParallel(model)"
     # It ends before all rounds are run where the noise hides whatever there is.
     assert all(trial.rounds < 8 for trial in found.trials)
