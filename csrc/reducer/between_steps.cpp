@@ -99,7 +99,7 @@ bool Reducer::begin_step() {
   if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) recover();
   check_frozen();
   times_.forward_start = StepTimes::now();
-  recording_.begin_forward();
+  if (records()) recording_.begin_forward();
   weight_.begin_forward(params_);
   progress_->next_step();
   ++forwards_;
@@ -162,7 +162,7 @@ void Reducer::sync_gradients() {
   }
   num_handled_ = 0;
   (void)tracker_->begin(expected_);
-  recording_.begin_backward(buffers_.plan());
+  if (records()) recording_.begin_backward(buffers_.plan());
   divisor_ = live_ranks_ ? live_ranks_() : comm_->size();
   phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
   start_guard(false);

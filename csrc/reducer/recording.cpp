@@ -24,13 +24,11 @@ void Recording::set_level(RecordLevel level, at::Device device) {
   anchor_.host = Moment::here(at::kCPU).host;
 }
 
-void Recording::begin_forward() {
-  if (records_steps()) running_.forward_start = here();
-}
+void Recording::begin_forward() { running_.forward_start = here(); }
 
 void Recording::begin_backward(const BucketPlan& plan) {
-  if (!records_steps()) return;
   running_.backward_start = here();
+  if (running_.forward_start.host == 0) running_.forward_start = running_.backward_start;  // there was none
   if (!records_buckets()) return;
   running_.buckets.clear();
   running_.buckets.resize(plan.num_buckets());
@@ -38,9 +36,7 @@ void Recording::begin_backward(const BucketPlan& plan) {
   for (const Bucket& bucket : plan.buckets()) missing_.push_back(bucket.params.size());
 }
 
-void Recording::end_backward() {
-  if (records_steps()) running_.backward_end = here();
-}
+void Recording::end_backward() { running_.backward_end = here(); }
 
 void Recording::arrived(BucketId id) {
   if (index(id) >= running_.buckets.size()) return;  // recording began in the middle of the pass
@@ -71,7 +67,8 @@ void Recording::end_wait(BucketId id) {
 }
 
 void Recording::end_pass(int64_t pass) {
-  if (!records_steps()) return;
+  if (running_.backward_start.host == 0) return drop_pass();  // recording began in the middle of it
+  if (running_.backward_end.host == 0) running_.backward_end = running_.backward_start;  // without a backward
   running_.end = here();
   running_.pass = pass;
   std::erase_if(running_.buckets, [](const BucketMoments& bucket) { return bucket.wait_end.host == 0; });

@@ -52,7 +52,8 @@ struct PassTimes {
   std::vector<BucketTimes> buckets;
 };
 
-/// Records passes while they run. Expects the reducer's mutex to be held.
+/// Records passes while they run: to be called where `records_steps` (of a bucket: `records_buckets`) says so. Expects
+/// the reducer's mutex to be held.
 class Recording {
  public:
   /// Passes that are kept until they are taken; the oldest are dropped then.

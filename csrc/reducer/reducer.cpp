@@ -75,7 +75,7 @@ void Reducer::open(Opening opening) {
     expected_ = *firings_;
   }
   unawaited_ = tracker_->begin(expected_);
-  recording_.begin_backward(buffers_.plan());
+  if (records()) recording_.begin_backward(buffers_.plan());
   divisor_ = live_ranks_ ? live_ranks_() : comm_->size();
 }
 
@@ -98,7 +98,7 @@ void Reducer::collect(ParamId id) {
   const BucketRange ready = tracker_->mark_ready(id);
   if (tracker_->complete(id)) {
     arrival_.push_back(id);
-    if (recording_.records_buckets()) recording_.arrived(buffers_.plan().slot(id).bucket);
+    if (records_buckets()) recording_.arrived(buffers_.plan().slot(id).bucket);
   }
   send(ready);
 }
@@ -145,9 +145,9 @@ void Reducer::send(BucketRange range) {
 void Reducer::send_bucket(BucketId id) {
   start_guard(false);
   if (is_skipped(id)) return skipped_.push_back(id);
-  const bool records = recording_.records_buckets() && !buffers_.are_captured() && !is_empty(id);
-  const NvtxRange range(records && !device().is_cpu(), records ? "lockstep sends " + buffers_.describe(id) : "");
-  Communicator& comm = records ? recording_.start(id, payload_bytes(id), comm_) : *comm_;
+  const bool recorded = records_buckets() && !is_empty(id);
+  const NvtxRange range(recorded && !device().is_cpu(), recorded ? "lockstep sends " + buffers_.describe(id) : "");
+  Communicator& comm = recorded ? recording_.start(id, payload_bytes(id), comm_) : *comm_;
   if (weight_.used()) {
     for (const ParamId param : buffers_.plan().bucket(id).params) weight_.restore(params_.tensors[index(param)], param);
   }
@@ -160,7 +160,7 @@ void Reducer::send_bucket(BucketId id) {
   GradBucket bucket = buffers_.lend(id);
   bucket.undivided = reduces_in_place();
   naming(id, [&] { in_flight_.push_back({id, hook_->start(bucket, comm)}); });
-  if (records) recording_.sent(id);
+  if (recorded) recording_.sent(id);
 }
 
 /// Takes part in the reduction of a bucket without touching its memory, which may hold gradients of ours.
@@ -204,7 +204,7 @@ GradBuffers::Presence Reducer::presence(ParamId id) const {
 void Reducer::on_backward_ended(int backward) {
   if (phase_ != Phase::kCollecting || backward != closing_backward_) return;
   times_.backward_compute_end = StepTimes::now();
-  recording_.end_backward();
+  if (records()) recording_.end_backward();
   if (arrivals_ == 0) {  // somebody asked for the gradient of an input, say
     phase_ = before_;
     progress_->enter(Stage::kBeforeBackward);
@@ -249,7 +249,7 @@ void Reducer::finish() {
   check_unused_option();
   if (options_.graph == GraphKind::kDynamic) usage_.note_reduced();
   learn_from_pass();
-  recording_.end_pass(num_reductions_);
+  if (records()) recording_.end_pass(num_reductions_);
   ++num_reductions_;
   end_pass();
   last_times_ = times_;
@@ -264,10 +264,12 @@ void Reducer::take_means(const std::function<void(BucketId, at::Tensor)>& take) 
     const InFlight next = std::move(in_flight_.back());
     in_flight_.pop_back();
     progress_->enter(Stage::kBucketWait, index(next.bucket));
-    if (recording_.records_buckets()) recording_.begin_wait(next.bucket);
-    const NvtxRange range(recording_.records_buckets() && !device().is_cpu(), "lockstep waits for a bucket");
+    const bool recorded = records_buckets();
+    if (recorded) recording_.begin_wait(next.bucket);
+    const NvtxRange range(recorded && !device().is_cpu(),
+                          recorded ? "lockstep awaits " + buffers_.describe(next.bucket) : "");
     at::Tensor mean = naming(next.bucket, [&] { return next.mean->wait(); });
-    if (recording_.records_buckets()) recording_.end_wait(next.bucket);
+    if (recorded) recording_.end_wait(next.bucket);
     take(next.bucket, std::move(mean));
   }
 }

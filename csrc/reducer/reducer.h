@@ -266,6 +266,9 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   }
   [[nodiscard]] bool reduces_in_place() const { return in_place_bytes().has_value(); }
   [[nodiscard]] double packing_scale() const;
+  /// What is captured into a CUDA graph has no moments of its own.
+  [[nodiscard]] bool records() const { return recording_.records_steps() && !buffers_.are_captured(); }
+  [[nodiscard]] bool records_buckets() const { return recording_.records_buckets() && !buffers_.are_captured(); }
   [[nodiscard]] int64_t payload_bytes(BucketId id) const;
 
   std::mutex mutex_;

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 pytest.importorskip("sklearn", reason="the digits")
 
 import bench_recipes
+import lockstep
 from lockstep.tools.align import RecipeError
 from lockstep.tools.bench import tune
 from lockstep.tools.bench.attribution import Facts, total
@@ -138,7 +139,7 @@ def _tournament(seconds, rounds: int = 8, device: str = "cpu", lossy: bool = Fal
         return seconds(setting, asked[setting.name])
 
     job = tune.Job("recipe:make", 2, rounds=rounds, device=device, lossy=lossy)
-    return tune._tournament(job, step, lambda text: None), asked
+    return tune._tournament(job, step, lambda text: None, tune.Setting()), asked
 
 
 def test_the_fastest_setting_wins_with_its_line_of_code():
@@ -167,6 +168,27 @@ def test_differences_within_noise_change_nothing():
     assert found.winner == "defaults" and found.code == "model = lockstep.DistributedDataParallel(model)"
     # It ends before all rounds are run where the noise hides whatever there is.
     assert all(trial.rounds < 8 for trial in found.trials)
+
+
+def _wrapped_in_turns(settings: list[tune.Setting]) -> list[int]:
+    trainer = Trainer(bench_recipes.healthy, dist.get_rank(), dist.get_world_size(), "cpu")
+    counts = []
+    for setting in settings:
+        trainer.wrap(setting.wrap)
+        times, _ = trainer.steps(2)
+        counts.append(len(times))
+    trainer.model.assert_in_sync()
+    trainer.wrap(lambda module: lockstep.DistributedDataParallel(module, find_unused_parameters=True))
+    assert tune.needed(trainer.model) == {"find_unused_parameters": True}
+    trainer.unwrap()
+    assert tune.needed(trainer.model) == {}
+    return counts
+
+
+def test_every_setting_of_the_tournament_can_train_the_same_module(ranks):
+    stages = [tune.challengers(tune.Setting(), stage, "cpu", True) for stage in range(4)]
+    settings = [tune.Setting(), *(setting for stage in stages for setting in stage)]
+    assert ranks.run(_wrapped_in_turns, settings, timeout=120) == [[2] * len(settings)] * 2
 
 
 def test_lossy_hooks_are_tried_on_request_only():

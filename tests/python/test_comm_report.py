@@ -118,11 +118,17 @@ def _only_the_reduced() -> list[int]:
     with model.no_sync():
         model(rank_data(3, 6)).sum().backward()
     model(rank_data(3, 6)).sum().backward()
-    return [one.number for one in model.comm_report().ranks[0]]
+    with model.no_sync():
+        model(rank_data(3, 6)).sum().backward()
+    model.sync_gradients()
+    report = model.comm_report()
+    for one in report.ranks[0]:
+        assert 0 < one.forward_start <= one.backward_start <= one.backward_end <= one.end
+    return [one.number for one in report.ranks[0]]
 
 
 def test_passes_that_stay_local_are_none(ranks):
-    assert ranks.run(_only_the_reduced) == [[STEPS]] * 2
+    assert ranks.run(_only_the_reduced) == [[STEPS, STEPS + 1]] * 2
 
 
 def _files(folder: str) -> None:

@@ -124,11 +124,13 @@ def tune(job: Job, progress: Callable[[str], None] = lambda text: None) -> Tunin
     with Team(job.timeout) as team:
         for rank in range(job.world_size):
             team.start(f"rank {rank}", _be_a_rank, job, rank, team.store("group"))
-        return _tournament(job, lambda setting: _step(team, setting, job.steps), progress)
+        needed = team.ask(team.members, "needed")[0]
+        return _tournament(job, lambda setting: _step(team, setting, job.steps), progress, Setting(needed))
 
 
-def _tournament(job: Job, step: Callable[[Setting], float], progress: Callable[[str], None]) -> Tuning:
-    best = Setting()
+def _tournament(
+    job: Job, step: Callable[[Setting], float], progress: Callable[[str], None], best: Setting
+) -> Tuning:
     progress(best.name)
     step(best)  # the first of all warms up more than buckets
     own = [step(best) for _ in range(_FEWEST_ROUNDS)]
@@ -175,6 +177,14 @@ def _verdict(ratio: Estimate) -> str:
     return "open"
 
 
+def needed(model: nn.Module) -> dict[str, Any]:
+    """What the recipe's own wrapper was told about the model, and others must be told, too."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return {}
+    found = {name: True for name in ("find_unused_parameters", "static_graph") if getattr(model, name)}
+    return found if model.broadcast_buffers else found | {"broadcast_buffers": False}
+
+
 def _step(team: Team, setting: Setting, steps: int) -> float:
     """The median step in seconds, mean over ranks, freshly wrapped."""
     answers = team.ask(team.members, (setting, steps))
@@ -187,7 +197,12 @@ def _be_a_rank(pipe: Connection, say: Say, job: Job, rank: int, store: str) -> N
     make = find(job.recipe)
     join_group(rank, job.world_size, store, job.device, job.timeout)
     trainer = Trainer(make, rank, job.world_size, job.device)
-    for setting, steps in orders(pipe):
+    for order in orders(pipe):
+        if order == "needed":
+            trainer.wrap()
+            say("needed", needed(trainer.model))
+            continue
+        setting, steps = order
         trainer.wrap(setting.wrap)
         trainer.steps(_WARMUP)
         say("steps", trainer.steps(steps)[0])
