@@ -17,6 +17,8 @@ from lockstep.timing.comm_report import CommReport, pass_of, shifted
 class Measuring:
     """Mixed into ``DistributedDataParallel``, in front of torch's class."""
 
+    _guards: bool
+
     def set_step_weight(self, weight: float | None) -> None:
         """Let the gradients of the coming micro-batches of this rank count ``weight`` times.
 
@@ -42,6 +44,9 @@ class Measuring:
                 text = f"set_step_weight: a weight is how many samples or tokens count, but is {weight!r}."
                 raise ValueError(tagged(Code.BAD_WEIGHT, text))
             weight = float(weight)
+            if not self._guards:
+                text = "set_step_weight needs the guards, by which weights travel: construct without guards=False."
+                raise RuntimeError(tagged(Code.BAD_WEIGHT, text))
         self.reducer.set_step_weight(weight)
 
     def record_comm(self, on: bool = True) -> None:
