@@ -88,7 +88,9 @@ class ProcessGroup {
 ///                          rank); or an interface does not exist.
 [[nodiscard]] ProcessGroup init_process_group_from_env(const GroupOptions& options = {});
 
-/// The same for a place that the program knows by itself. Thread-safe: ranks may be threads of one process.
+/// The same for a place that the program knows by itself. Thread-safe: ranks may be threads of one process, if the
+/// environment variable TORCH_FR_BUFFER_SIZE is 0 (torch's flight recorder is not safe for threads with a gloo group
+/// each).
 /// @param store  where the ranks meet; null: the one that `launch` says. Not used by another group.
 [[nodiscard]] ProcessGroup init_process_group(const Launch& launch, const GroupOptions& options = {},
                                               c10::intrusive_ptr<c10d::Store> store = nullptr);

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <string>
@@ -14,6 +15,10 @@
 #include "lockstep/lockstep.h"
 
 namespace lockstep::testing {
+
+/// Torch's flight recorder notes the groups of a process in a map that no lock protects, and threads that each have a
+/// group of their own can crash in it. It asks this variable at the first collective.
+inline const int kNoFlightRecorder = setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
 
 /// No rank waits longer than this for another one.
 inline constexpr std::chrono::seconds kPatience{20};
