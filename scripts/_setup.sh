@@ -86,7 +86,10 @@ set_up() {
   shift 2
   stage "system packages" system_packages "$@"
   stage "torch $TORCH_VERSION" virtual_environment
-  export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV CMAKE_ARGS="$cmake_args ${CMAKE_ARGS:-}"
+  export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV
+  # Several files at once: torch's headers and templates are what takes the time. A tree that is edited is better off
+  # without (-DCMAKE_UNITY_BUILD=OFF in CMAKE_ARGS).
+  export CMAKE_ARGS="-DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=8 $cmake_args ${CMAKE_ARGS:-}"
   stage "build" build_package "$extras"
   # Which engine this is: worth a line even when all is well.
   sed -n 's/^ *-- \(lockstep: building .*\)/  \1/p' "$LOGS/build.log"

@@ -43,4 +43,4 @@ awk '/\[  PASSED  \]/ { passed += $4 } END { print passed + 0 " C++ tests passed
 # pytest last and in the open: its closing line is the verdict. lockstep_testing is found by processes that tests start.
 export PYTHONPATH=$ROOT/build/release/testing${PYTHONPATH:+:$PYTHONPATH}
 # Two at a time: most tests wait for ranks that do not come, or for processes that start.
-python -m pytest --no-header -n 2 "$@"
+python -m pytest --no-header -n 2 --dist loadgroup "$@"
