@@ -63,7 +63,7 @@ if(LOCKSTEP_WITH_CUDA)
   add_executable(lockstep_cuda_tests
     tests/cpp/cuda/cast_cuda_test.cpp tests/cpp/cuda/pack_cuda_test.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
   target_link_libraries(lockstep_cuda_tests PRIVATE lockstep lockstep_fmt lockstep_cuda lockstep_warnings GTest::gmock_main)
-  set_target_properties(lockstep_cuda_tests PROPERTIES LINKER_LANGUAGE CXX)
+  set_target_properties(lockstep_cuda_tests PROPERTIES LINKER_LANGUAGE CXX UNITY_BUILD OFF)
   target_compile_options(lockstep_cuda_tests PRIVATE -fPIC)
   target_precompile_headers(lockstep_cuda_tests REUSE_FROM lockstep)
   add_test(NAME PackCuda COMMAND lockstep_cuda_tests --gtest_filter=*Pack*)
