@@ -255,7 +255,7 @@ def test_the_library_knows_nothing_of_python():
 
 
 def test_the_template_project_builds_against_the_package(tmp_path, monkeypatch):
-    # A package that was installed in place (pip install -e) has no torch beside it, where the engine looks for libc10_cuda.
+    # A package that was installed in place (pip install -e) has no torch beside it, where the engine looks for it.
     monkeypatch.setenv("LD_LIBRARY_PATH", str(Path(torch.__file__).parent / "lib"))
     asked = [sys.executable, "-m", "lockstep", "--cmake-prefix-path"]
     prefix = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=HANG).stdout.strip()
