@@ -75,6 +75,15 @@ def tiny_buckets() -> Recipe:
     return digits(Deep(), wrap=wrap)
 
 
+def one_megabyte_buckets() -> Recipe:
+    """Next to no computing for 24 MB of gradients."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        return lockstep.DistributedDataParallel(model, bucket_cap_mb=1)
+
+    return digits(Deep(layers=24, width=512), batch_size=2, wrap=wrap)
+
+
 # ---- what cannot be run ----
 
 
@@ -86,6 +95,18 @@ def fails_on_rank_1(rank: int, world_size: int) -> Recipe:
 
 def wrong_thing() -> int:
     return 3
+
+
+def out_of_memory_on_rank_1(rank: int, world_size: int) -> Recipe:
+    calls = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(batch)
+        if rank == 1 and len(calls) == 3:
+            raise torch.OutOfMemoryError("tried to allocate 1000.00 GiB")  # rank 0 is in the reduction by now
+        return mean_loss(model, batch)
+
+    return digits(loss=loss)
 
 
 def no_length() -> Recipe:

@@ -49,7 +49,7 @@ def scaling(
     device = _chosen(device, nproc)
     job = tool.Job(recipe, nproc, rounds, steps, weak, device, timeout)
     found = _run("bench scaling", f"Training {recipe} in 1 and in {nproc} processes on {device}", tool.measure, job)
-    _put(found.as_dict(), as_json, lambda: show_scaling(found, Console()))
+    _put({"recipe": recipe} | found.as_dict(), device, as_json, lambda: show_scaling(found, Console()))
 
 
 @bench.command()
@@ -78,7 +78,7 @@ def comm(nproc: int, smallest: str, largest: str, factor: int, device: str, time
     rows = _run("bench comm", f"Reducing on {nproc} ranks on {device}", tool.measure, job)
     backend = "nccl" if device == "cuda" else "gloo"
     content = {"ranks": nproc, "backend": backend, "sizes": [row.as_dict(nproc) for row in rows]}
-    _put(content, as_json, lambda: show_comm(rows, nproc, backend, Console()))
+    _put(content, device, as_json, lambda: show_comm(rows, nproc, backend, Console()))
 
 
 @click.command()
@@ -107,7 +107,8 @@ def tune(
     device = _chosen(device, nproc)
     job = tool.Job(recipe, nproc, rounds, steps, lossy, device, timeout)
     found = _run("tune", f"Trying settings for {recipe} on {nproc} ranks on {device}", tool.tune, job)
-    _put(found.as_dict(), as_json, lambda: show_tuning(found, Console()))
+    content = {"recipe": recipe, "ranks": nproc} | found.as_dict()
+    _put(content, device, as_json, lambda: show_tuning(found, Console()))
 
 
 def _run(command: str, what: str, measure: Callable[..., Any], job: Any) -> Any:
@@ -121,9 +122,11 @@ def _run(command: str, what: str, measure: Callable[..., Any], job: Any) -> Any:
         sys.exit(2)
 
 
-def _put(content: Any, as_json: bool, show: Callable[[], None]) -> None:
+def _put(content: dict[str, Any], device: str, as_json: bool, show: Callable[[], None]) -> None:
+    from lockstep.tools.bench.environment import environment
+
     if as_json:
-        click.echo(json.dumps(content, indent=1))
+        click.echo(json.dumps({"environment": environment(device)} | content, indent=1))
     else:
         show()
 
