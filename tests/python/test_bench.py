@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 
+import click
 import pytest
 import torch
 import torch.distributed as dist
@@ -245,6 +246,21 @@ def run(*arguments: str):
 def test_too_few_gpus_are_said_before_anything_starts(command):
     result = run(*command.split(), "--device", "cuda", "--nproc", "99")
     assert result.exit_code == 2 and "99 ranks need as many GPUs" in result.stderr
+
+
+def _leaves(command: click.Command) -> list[click.Command]:
+    if not isinstance(command, click.Group):
+        return [command]
+    return [leaf for inner in command.commands.values() for leaf in _leaves(inner)]
+
+
+@pytest.mark.parametrize("command", _leaves(commands), ids=lambda command: command.name)
+def test_help_says_what_every_option_means_and_every_exit_code(command):
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    assert options and all(option.help for option in options)
+    assert "Exit code: 0" in command.help
+    takes_a_recipe = any(parameter.name == "recipe" for parameter in command.params)
+    assert not takes_a_recipe or "RECIPE is" in command.help
 
 
 def test_sizes_that_make_no_sense_are_refused():

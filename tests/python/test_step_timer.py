@@ -200,6 +200,19 @@ def test_the_table_and_tensorboard_show_every_phase():
     assert written["step_time/backward_ms"] == (1e3 * BACKWARD, 7) and len(written) == len(PHASES) + 2
 
 
+def test_tensorboard_can_read_what_was_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        _timed(lambda module: module, steps=3)[0].summary().write_tensorboard(writer, 7)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (scalar,) = events.Scalars("step_time/backward_ms")
+    assert (scalar.step, scalar.value) == (7, 1e3 * BACKWARD)
+
+
 def test_no_step_is_said_with_its_reason():
     model = nn.Linear(2, 2)
     timer = lockstep.StepTimer(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -12,7 +12,13 @@ from rich.console import Console
 
 from lockstep._codes import Code, tagged
 
-_DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+_DEVICE = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU for every rank, if there are as many.",
+)
 _NPROC = click.option("--nproc", default=2, show_default=True, type=click.IntRange(2), help="Ranks.")
 _TIMEOUT = click.option("--timeout", default=300.0, show_default=True, help="Seconds for a start, or for a round.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -41,6 +47,10 @@ def scaling(
     global batch. Medians come with their 95 % interval. The table names causes, the one that cost most first: what was
     measured, what would be healthy, what to do, and its share of the time that a step of N ranks takes beyond T1 / n.
 
+    \b
+    lockstep bench scaling lockstep.examples.align_digits:make --nproc 2
+    lockstep bench scaling train.py:make --nproc 4 --weak --json
+
     Exit code: 0, or 2 if the recipe cannot be run.
     """
     from lockstep.tools.bench import scaling as tool
@@ -65,6 +75,9 @@ def comm(nproc: int, smallest: str, largest: str, factor: int, device: str, time
 
     By the convention of nccl-tests: algbw is size / time, busbw is 2 (n - 1) / n times that. All-reduces follow each
     other back to back, and the slowest rank counts.
+
+    \b
+    lockstep bench comm --nproc 2 --min 1M --max 64M
 
     Exit code: 0, or 2 if a process failed.
     """
@@ -99,7 +112,10 @@ def tune(
     the difference is within noise. Prints the table, the winner and its line of code. Settings that cost exactness are
     tried with --lossy only.
 
-    Exit code: 0, or 2 if the recipe cannot be run.
+    \b
+    lockstep tune train.py:make --nproc 2 --lossy
+
+    RECIPE is as for lockstep align. Exit code: 0, or 2 if the recipe cannot be run.
     """
     from lockstep.tools.bench import tune as tool
     from lockstep.tools.bench.report import show_tuning
