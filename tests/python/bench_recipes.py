@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
@@ -16,7 +17,7 @@ from lockstep.examples.digits import DigitNet
 from lockstep.tools.align import Recipe
 
 #: In seconds, far beyond the noise of a busy machine.
-LOADER_WAITS, RANK_WAITS = 0.4, 0.2
+LOADER_WAITS, RANK_WAITS, COLLECTIVE_COSTS = 0.4, 0.2, 0.02
 BATCH_SIZE = 48
 
 
@@ -75,6 +76,24 @@ def tiny_buckets() -> Recipe:
     return digits(Deep(), wrap=wrap)
 
 
+def late_mean(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The mean, on a wire where every collective costs some time, however small it is."""
+    time.sleep(COLLECTIVE_COSTS)
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def one_megabyte_buckets() -> Recipe:
+    """Next to no computing for 24 MB of gradients."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped = lockstep.DistributedDataParallel(model, bucket_cap_mb=1)
+        wrapped.register_comm_hook(None, late_mean)
+        return wrapped
+
+    return digits(Deep(layers=24, width=512), batch_size=2, wrap=wrap)
+
+
 # ---- what cannot be run ----
 
 
@@ -86,6 +105,18 @@ def fails_on_rank_1(rank: int, world_size: int) -> Recipe:
 
 def wrong_thing() -> int:
     return 3
+
+
+def out_of_memory_on_rank_1(rank: int, world_size: int) -> Recipe:
+    calls = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(batch)
+        if rank == 1 and len(calls) == 3:
+            raise torch.OutOfMemoryError("tried to allocate 1000.00 GiB")  # rank 0 is in the reduction by now
+        return mean_loss(model, batch)
+
+    return digits(loss=loss)
 
 
 def no_length() -> Recipe:

@@ -79,6 +79,17 @@ def right_unequal_tokens(rank: int, world_size: int) -> Recipe:
     return recipe(loss=loss)
 
 
+def whole_batch_on_each_rank(rank: int, world_size: int) -> Recipe:
+    """Insists on it, as is right with weak scaling only."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) != BATCH:
+            raise ValueError(f"[rank {rank}] the batch has {len(batch[0])} samples, not {BATCH}")
+        return mean_loss(model, batch)
+
+    return recipe(loss=loss)
+
+
 class Bytes(Dataset):
     """Windows of a text, each with the byte that follows every position."""
 
@@ -100,7 +111,7 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(16, 128)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), device=tokens.device)
         return self.head(self.layer(self.embed(tokens), mask, is_causal=True))
 
 
@@ -173,7 +184,7 @@ def accumulation(rank: int, world_size: int) -> Recipe:
 def cross_sample_loss(rank: int, world_size: int) -> Recipe:
     def loss(model: nn.Module, batch: Any) -> Tensor:  # each sample must find its own noisy twin in the batch
         features = model(batch[0])
-        return cross_entropy(features @ features.detach().T, torch.arange(len(features)))
+        return cross_entropy(features @ features.detach().T, torch.arange(len(features), device=features.device))
 
     return recipe(loss=loss, lr=0.01)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import collections
 
+import click
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
@@ -14,6 +15,7 @@ pytest.importorskip("sklearn", reason="the digits")
 import bench_recipes
 import lockstep
 from lockstep.tools.align import RecipeError
+from lockstep.tools.align.trace import each_tensor
 from lockstep.tools.bench import tune
 from lockstep.tools.bench.attribution import Facts, total
 from lockstep.tools.bench.comm import Job as CommJob
@@ -22,7 +24,6 @@ from lockstep.tools.bench.statistics import Estimate, estimate, trimmed_mean
 from lockstep.tools.bench.trainer import Trainer
 from lockstep.tools.cli import commands
 
-HERE = str(Path(bench_recipes.__file__))
 _kept: dict[str, Trainer] = {}
 
 
@@ -57,6 +58,7 @@ FAULTS = {
     "data waiting": (bench_recipes.slow_loader, "num_workers=0", "num_workers=2"),
     "skew between ranks": (bench_recipes.slow_rank, "longer than the fastest in forward", "even out"),
     "small buckets": (bench_recipes.tiny_buckets, "404 buckets", "bucket_cap_mb"),
+    "small buckets: 1 MB": (bench_recipes.one_megabyte_buckets, "buckets of 1 MiB", "bucket_cap_mb"),
 }
 
 
@@ -66,9 +68,12 @@ def test_each_planted_fault_is_ranked_first_and_the_shares_add_up(ranks, name):
     make, measured, remedy = FAULTS[name]
     found = scaled(ranks, make)
     worst = found.causes[0]
-    assert worst.name == name, found.causes
+    assert worst.name == name.partition(":")[0], found.causes
     assert measured in worst.measured and remedy in worst.remedy
-    assert found.lost > 0
+    # What was lost by the times that the efficiency is made of, which know nothing of causes.
+    measured = found.many.median - found.one.median / 2
+    assert measured > 0 and found.efficiency.median < 1
+    assert total(found.causes) == pytest.approx(measured, rel=0.1)
     assert total(found.causes) == pytest.approx(found.lost, rel=0.1)
     assert [cause.seconds for cause in found.causes] == sorted((c.seconds for c in found.causes), reverse=True)
 
@@ -76,7 +81,7 @@ def test_each_planted_fault_is_ranked_first_and_the_shares_add_up(ranks, name):
 def _steps(**phases: float) -> dict[str, float]:
     usual = {"data": 1.0, "forward": 2.0, "backward": 4.0, "communication": 0.0, "optimizer": 1.0, "other": 0.0}
     full = usual | phases
-    return full | {"step": sum(full.values()), "host": 1.0}
+    return full | {"step": sum(full.values()), "host": 1.0, "behind": 1.0}
 
 
 def test_the_parts_are_those_of_a_calculation_by_hand():
@@ -111,6 +116,27 @@ def test_settings_that_cost_are_noted():
     assert [cause.name for cause in found.result(facts).notes] == [
         *("find_unused_parameters", "broadcast buffers", "cores"),
     ]
+
+
+def test_the_host_is_named_where_the_gpu_waits_for_it():
+    facts = Facts("cuda", 0, 1, 16, 2, False, 0, "P2P/CUMEM", ["GPU 0 PCIe: generation 5 of 5, 8 of 16 lanes"])
+    names = {}
+    for behind in (0.0, 1.0):
+        found = Rounds(world_size=2)
+        many = _steps() | {"behind": behind}
+        found.add(([_steps()], None), [([many], None)] * 2)
+        result = found.result(facts)
+        assert [cause.name for cause in result.notes] == ["PCIe link"] and result.transport == "P2P/CUMEM"
+        (names[behind],) = (c.name for c in result.causes if c.name in ("host-bound launches", "slower computing"))
+    assert names == {0.0: "host-bound launches", 1.0: "slower computing"}
+
+
+def test_batches_are_changed_tensor_by_tensor_whatever_holds_them():
+    Pair = collections.namedtuple("Pair", ("left", "right"))
+    batch = {"a": [torch.ones(1), 5], "b": Pair(torch.zeros(2), "text")}
+    changed = each_tensor(batch, lambda tensor: tensor + 1)
+    assert changed["a"][0].item() == 2 and changed["a"][1] == 5
+    assert type(changed["b"]) is Pair and changed["b"].left.tolist() == [1, 1] and changed["b"].right == "text"
 
 
 def test_the_interval_covers_the_median_and_shrinks_with_agreement():
@@ -222,33 +248,21 @@ def test_too_few_gpus_are_said_before_anything_starts(command):
     assert result.exit_code == 2 and "99 ranks need as many GPUs" in result.stderr
 
 
+def _leaves(command: click.Command) -> list[click.Command]:
+    if not isinstance(command, click.Group):
+        return [command]
+    return [leaf for inner in command.commands.values() for leaf in _leaves(inner)]
+
+
+@pytest.mark.parametrize("command", _leaves(commands), ids=lambda command: command.name)
+def test_help_says_what_every_option_means_and_every_exit_code(command):
+    options = [option for option in command.params if isinstance(option, click.Option)]
+    assert options and all(option.help for option in options)
+    assert "Exit code: 0" in command.help
+    takes_a_recipe = any(parameter.name == "recipe" for parameter in command.params)
+    assert not takes_a_recipe or "RECIPE is" in command.help
+
+
 def test_sizes_that_make_no_sense_are_refused():
     assert "is no size in bytes" in run("bench", "comm", "--max", "many").stderr
     assert "is larger than" in run("bench", "comm", "--min", "2K", "--max", "1K").stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-class TestCommand:
-    def test_scaling_prints_efficiency_and_causes(self):
-        short = ("--device", "cpu", "--rounds", "2", "--steps", "2", "--json")
-        result = run("bench", "scaling", f"{HERE}:healthy", *short)
-        assert result.exit_code == 0, result.stderr
-        found = json.loads(result.stdout)
-        assert found["efficiency"]["low"] <= found["efficiency"]["median"] <= found["efficiency"]["high"]
-        assert sum(cause["seconds"] for cause in found["causes"]) == pytest.approx(found["lost"], rel=0.1)
-
-    def test_a_rank_that_fails_is_one_clear_message_and_exits_with_2(self):
-        result = run("bench", "scaling", f"{HERE}:fails_on_rank_1", "--device", "cpu")
-        assert result.exit_code == 2 and "Traceback" not in result.stderr
-        assert "rank 1 failed: FileNotFoundError: no data on this disk (bench_recipes.py, line" in result.stderr
-
-    def test_comm_reports_both_contenders(self):
-        result = run("bench", "comm", "--device", "cpu", "--min", "1K", "--max", "4K", "--json")
-        assert result.exit_code == 0, result.stderr
-        sizes = json.loads(result.stdout)["sizes"]
-        assert [row["size"] for row in sizes] == [1024, 4096]
-        for row in sizes:
-            assert row["seconds"].keys() == {"group", "lockstep auto"}
-            # Two ranks: 2 (n - 1) / n is 1.
-            assert row["busbw_gb_s"] == row["algbw_gb_s"]

@@ -153,6 +153,25 @@ def test_a_poor_board_is_named():
     assert found["GPU 0 processes"].value == "77"
 
 
+def test_a_link_below_what_the_gpu_can_is_warned_of_once_it_is_at_work():
+    found = by_name(gpus.examine(Nvml(links=18, peers=True, lanes=16, processes=[]), "13.0", True, busy=True))
+    assert found["GPU 0 PCIe"].status is Status.WARNING and "older generation" in found["GPU 0 PCIe"].detail
+    assert gpus.pcie_link("GPU 0 PCIe", (5, 16), (5, 16), busy=True).status is Status.OK
+
+
+def test_what_a_virtual_machine_hides_is_not_taken_for_absent():
+    nvml = Nvml(links=18, peers=True, lanes=16, processes=[])
+
+    def hidden(*_: object) -> None:
+        raise nvml.NVMLError("Not Supported")
+
+    nvml.nvmlDeviceGetNvLinkRemoteDeviceType = nvml.nvmlDeviceGetTopologyCommonAncestor = hidden
+    found = by_name(gpus.examine(nvml, "13.0", True))
+    assert found["GPUs 0 and 1"].value == "18 NVLinks whose other ends the driver does not tell, peer access yes"
+    nvml.nvmlDeviceGetNvLinkState = hidden
+    assert by_name(gpus.examine(nvml, "13.0", True))["GPUs 0 and 1"].value == "unknown distance, peer access yes"
+
+
 def test_without_a_driver_it_says_what_cannot_be_checked(monkeypatch):
     nvml = Nvml(0, False, 16, [])
 

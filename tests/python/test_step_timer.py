@@ -29,8 +29,10 @@ class Ticks:
     def mark(self) -> float:
         return self.now
 
+    lags = False
+
     def has_passed(self, mark: float) -> bool:
-        return True
+        return not self.lags
 
     def between(self, begin: float, end: float) -> float:
         return end - begin
@@ -104,13 +106,26 @@ def _expected(**phases: float) -> dict[str, float]:
 
 
 def _without_host(steps: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{key: value for key, value in step.items() if key != "host"} for step in steps]
+    return [{key: value for key, value in step.items() if key not in ("host", "behind")} for step in steps]
 
 
 def test_a_bare_module_has_every_phase_but_communication():
     timer, _ = _timed(lambda module: module, steps=4)
     assert _without_host(timer.steps()) == [_expected()] * 3  # the first is warm-up
     timer.close()
+
+
+def test_a_device_that_has_not_come_as_far_as_the_optimizer_is_behind():
+    timer, model = _timed(lambda module: module, steps=2)
+    assert [step["behind"] for step in timer.steps()] == [0.0]
+    optimizer = Optimizer(model.parameters(), model.ticks)
+    optimizer.register_step_pre_hook(timer._begin_optimizer)
+    optimizer.register_step_post_hook(timer._end_step)
+    model.ticks.lags = True
+    optimizer.step()
+    assert len(timer.steps()) == 1, "a step is read when the device has passed its end"
+    model.ticks.lags = False
+    assert [step["behind"] for step in timer.steps()] == [0.0, 1.0]
 
 
 def _steps_of_rank(kind: str, micro: int) -> list[dict[str, float]]:
@@ -183,6 +198,19 @@ def test_the_table_and_tensorboard_show_every_phase():
 
     report.write_tensorboard(Writer(), 7)
     assert written["step_time/backward_ms"] == (1e3 * BACKWARD, 7) and len(written) == len(PHASES) + 2
+
+
+def test_tensorboard_can_read_what_was_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        _timed(lambda module: module, steps=3)[0].summary().write_tensorboard(writer, 7)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (scalar,) = events.Scalars("step_time/backward_ms")
+    assert (scalar.step, scalar.value) == (7, 1e3 * BACKWARD)
 
 
 def test_no_step_is_said_with_its_reason():

@@ -38,7 +38,7 @@ class StepReport:
     """Steps of one rank or of all. Times are in seconds.
 
     Attributes:
-        ranks: by rank, a list of steps, each a dict with an entry for each of ``PHASES``, "step" and "host".
+        ranks: by rank, a list of steps, each a dict with an entry for each of ``PHASES``, "step", "host" and "behind".
     """
 
     def __init__(self, ranks: list[Steps]) -> None:

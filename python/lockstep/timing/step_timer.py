@@ -54,6 +54,9 @@ class _Marks:
     start: Any
     host_start: float
     pieces: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
+    end: Any = None
+    host_end: float = 0.0
+    behind: bool = False
 
     def add(self, phase: str, begin: Any, end: Any) -> None:
         self.pieces.append((phase, begin, end))
@@ -100,7 +103,7 @@ class StepTimer:
         self._clock = Clock(parameter.device)
         self._warmup = warmup
         self._steps: deque[dict[str, float]] = deque(maxlen=keep)
-        self._pending: deque[tuple[_Marks, Any, float]] = deque()
+        self._pending: deque[_Marks] = deque()
         self._marks: _Marks | None = None
         self._forward_start: Any = None
         self._backward_start: Any = None
@@ -146,7 +149,8 @@ class StepTimer:
 
     def steps(self) -> list[dict[str, float]]:
         """Seconds of each phase of each finished step after the warm-up, with "step" for the whole and "host" for the
-        time in which the host was done with it. Waits for the device."""
+        time in which the host was done with it; "behind" is 1 where the GPU had not come as far as the optimizer by
+        then, so that more speed of the host would have changed nothing. Waits for the device."""
         self._clock.synchronize()
         self._poll()
         return list(self._steps)
@@ -211,26 +215,29 @@ class StepTimer:
         self._optimizer_depth -= 1
         if self._optimizer_depth > 0:
             return
-        marks, end, host_end = self._current(), self._clock.mark(), time.perf_counter()
-        marks.add("optimizer", self._optimizer_start, end)
+        marks = self._current()
+        marks.end, marks.host_end = self._clock.mark(), time.perf_counter()
+        marks.behind = not self._clock.has_passed(self._optimizer_start)
+        marks.add("optimizer", self._optimizer_start, marks.end)
         if self._forward_start is not None:
             marks.add("forward", *self._forward_start)
             self._forward_start = None
-        self._marks = _Marks(end, host_end)
+        self._marks = _Marks(marks.end, marks.host_end)
         if self._warmup > 0:
             self._warmup -= 1
             return
-        self._pending.append((marks, end, host_end))
+        self._pending.append(marks)
         if len(self._pending) >= _READ_TOGETHER:  # few events are held, and most steps read none
             self._poll()
 
     def _poll(self) -> None:
-        while self._pending and self._clock.has_passed(self._pending[0][1]):
-            marks, end, host_end = self._pending.popleft()
+        while self._pending and self._clock.has_passed(self._pending[0].end):
+            marks = self._pending.popleft()
             step = dict.fromkeys(PHASES, 0.0)
             for phase, begin, piece_end in marks.pieces:
                 step[phase] += self._clock.between(begin, piece_end)
-            step["step"] = self._clock.between(marks.start, end)
+            step["step"] = self._clock.between(marks.start, marks.end)
             step["other"] = max(0.0, step["step"] - sum(step[phase] for phase in PHASES))
-            step["host"] = host_end - marks.host_start
+            step["host"] = marks.host_end - marks.host_start
+            step["behind"] = float(marks.behind)
             self._steps.append(step)

@@ -49,7 +49,13 @@ def doctor(as_json: bool, strict: bool, skip_all_reduce: bool, timeout: float) -
 @click.option("--nproc", default=2, show_default=True, type=click.IntRange(2), help="Ranks to compare with one.")
 @click.option("--steps", default=50, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**32 - 1), help="Of weights and streams.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU for every rank, if there are as many.",
+)
 @click.option("--level", default=2, show_default=True, type=click.IntRange(0, 3), help="Level that exit code 0 needs.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw both curves: PNG, SVG or PDF.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds for a start, or for a step.")
@@ -72,6 +78,10 @@ def align(
 
     Levels: 3 equal bit for bit; 2 equal within rounding, 1e-5 on weights; 1 converges alike; 0 does not. Where the runs
     part, the first step and the causes that checks confirm are named.
+
+    \b
+    lockstep align lockstep.examples.align_digits:make --nproc 3 --picture digits.png
+    lockstep align train.py:make --steps 20 --json
 
     Exit code: 0 if --level is reached, 1 if not, 2 if the recipe cannot be run.
     """

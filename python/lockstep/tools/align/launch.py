@@ -54,6 +54,8 @@ def _records(member: Member, all_members: list[Member]) -> Iterator[StepRecord]:
 def _be_a_process(pipe: Connection, say: Say, job: Job, rank: int | None, store: str) -> None:
     if job.device == "cuda":
         torch.cuda.set_device(rank or 0)
+        # On by default for convolutions: its rounding, 1e-3, would hide whether the runs are equal.
+        torch.backends.cudnn.allow_tf32 = False
     make = find(job.recipe)
     if rank is not None:
         join_group(rank, job.world_size, store, job.device, job.timeout)

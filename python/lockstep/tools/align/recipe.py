@@ -96,6 +96,9 @@ def find(name: str) -> Callable[..., Any]:
         raise RecipeError(f"'{name}' is not of the form module:function or file.py:function.")
     try:
         if place.endswith(".py"):
+            folder = str(Path(place).resolve().parent)
+            if folder not in sys.path:
+                sys.path.insert(0, folder)  # as python does for a script: what lies beside it can be imported
             spec = importlib.util.spec_from_file_location(f"lockstep_recipe_{Path(place).stem}", place)
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module  # workers and pickle look it up

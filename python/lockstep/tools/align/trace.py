@@ -227,12 +227,17 @@ def _digest(value: Any, digest: Any) -> None:
 
 
 def moved(value: Any, device: str) -> Any:
-    """The tensors in ``value`` on ``device``."""
+    """The tensors in ``value`` on ``device``. Those in pinned memory may still be on their way when this returns."""
+    return each_tensor(value, lambda tensor: tensor.to(device, non_blocking=not tensor.is_cuda and tensor.is_pinned()))
+
+
+def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of containers as ``value``, with every tensor in it changed."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
+        return {key: each_tensor(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [moved(item, device) for item in value]
+        items = [each_tensor(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -13,14 +13,17 @@ from torch import nn
 from lockstep.timing.report import StepReport
 from lockstep.tools.bench.trainer import Buckets, Trainer
 
-#: Buckets that are smaller on the median, and more than a few, spend their time on latency.
-SMALL_BUCKET = 1 << 20
+#: Buckets that are smaller on average, and more than a few, do not reach the bandwidth of any link.
+SMALL_BUCKET = 4 << 20
 _FEW_BUCKETS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known of a rank's run without measuring. None: it is not wrapped, or the wrapper does not say."""
+    """What is known of a rank's run without measuring. None: it is not wrapped, or the wrapper does not say.
+
+    To be taken while GPUs are warm: an idle one lowers the generation of its PCIe link.
+    """
 
     device: str
     num_workers: int
@@ -46,7 +49,7 @@ class Facts:
             find_unused=model.find_unused_parameters if is_ddp else None,
             buffers_sent=sent if is_ddp else None,
             transport="unknown" if device == "cuda" else "TCP sockets (gloo)",
-            links=_weak_links() if device == "cuda" else [],
+            links=weak_links() if device == "cuda" else [],
         )
 
 
@@ -141,10 +144,12 @@ def _compute(
     if facts.device == "cpu":
         remedy = "ranks share cores and memory: fewer ranks, or a larger batch for each"
         return Cause("slower computing", measured, healthy, remedy, lost)
-    host = statistics.median(report.values("host"))
-    if host > 0.95 * statistics.median(report.values("step")):
+    # The time of the host says little: once its queue is full, it waits for the GPU and takes as long.
+    behind = statistics.fmean(report.values("behind"))
+    if behind < 0.5:
         remedy = "the host cannot launch fast enough: torch.compile, CUDA graphs, or a larger batch for each rank"
-        return Cause("host-bound launches", f"{measured}; the host is busy {_ms(host)}", healthy, remedy, lost)
+        measured += f"; in {_percent(1 - behind, 1)} of the steps the GPU had caught up with the host at the end"
+        return Cause("host-bound launches", measured, healthy, remedy, lost)
     remedy = "the batch of a rank is small for the GPU: a larger global batch (see --weak)"
     return Cause("slower computing", measured, healthy, remedy, lost)
 
@@ -171,7 +176,7 @@ def _communication(
         remedy = "gradient accumulation, a larger batch, or lockstep.DistributedDataParallel, which can say more"
         return [Cause("exposed communication", f"{measured}; {facts.transport}", "< 5 % of a step", remedy, exposed)]
     one = buckets[-1]
-    if one.count > _FEW_BUCKETS and one.median_bytes < SMALL_BUCKET and one.count > one.total_bytes / SMALL_BUCKET:
+    if one.count > _FEW_BUCKETS and one.total_bytes / one.count < SMALL_BUCKET and one.median_bytes < SMALL_BUCKET:
         return [
             Cause(
                 "small buckets",
@@ -196,12 +201,13 @@ def _communication(
     ]
 
 
-def _weak_links() -> list[str]:
+def weak_links() -> list[str]:
+    """The PCIe links of this machine that are narrower or slower than card and slot can; the GPUs must be at work."""
     from lockstep.tools.doctor import Status, gpus
 
     return [
         f"{finding.name}: {finding.value}"
-        for finding in gpus.check()
+        for finding in gpus.check(busy=True)
         if "PCIe" in finding.name and finding.status in (Status.WARNING, Status.PROBLEM)
     ]
 

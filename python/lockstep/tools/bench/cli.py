@@ -12,7 +12,13 @@ from rich.console import Console
 
 from lockstep._codes import Code, tagged
 
-_DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+_DEVICE = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="auto: a GPU for every rank, if there are as many.",
+)
 _NPROC = click.option("--nproc", default=2, show_default=True, type=click.IntRange(2), help="Ranks.")
 _TIMEOUT = click.option("--timeout", default=300.0, show_default=True, help="Seconds for a start, or for a round.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -41,6 +47,10 @@ def scaling(
     global batch. Medians come with their 95 % interval. The table names causes, the one that cost most first: what was
     measured, what would be healthy, what to do, and its share of the time that a step of N ranks takes beyond T1 / n.
 
+    \b
+    lockstep bench scaling lockstep.examples.align_digits:make --nproc 2
+    lockstep bench scaling train.py:make --nproc 4 --weak --json
+
     Exit code: 0, or 2 if the recipe cannot be run.
     """
     from lockstep.tools.bench import scaling as tool
@@ -49,7 +59,7 @@ def scaling(
     device = _chosen(device, nproc)
     job = tool.Job(recipe, nproc, rounds, steps, weak, device, timeout)
     found = _run("bench scaling", f"Training {recipe} in 1 and in {nproc} processes on {device}", tool.measure, job)
-    _put(found.as_dict(), as_json, lambda: show_scaling(found, Console()))
+    _put({"recipe": recipe} | found.as_dict(), device, as_json, lambda: show_scaling(found, Console()))
 
 
 @bench.command()
@@ -66,6 +76,9 @@ def comm(nproc: int, smallest: str, largest: str, factor: int, device: str, time
     By the convention of nccl-tests: algbw is size / time, busbw is 2 (n - 1) / n times that. All-reduces follow each
     other back to back, and the slowest rank counts.
 
+    \b
+    lockstep bench comm --nproc 2 --min 1M --max 64M
+
     Exit code: 0, or 2 if a process failed.
     """
     from lockstep.tools.bench import comm as tool
@@ -78,7 +91,7 @@ def comm(nproc: int, smallest: str, largest: str, factor: int, device: str, time
     rows = _run("bench comm", f"Reducing on {nproc} ranks on {device}", tool.measure, job)
     backend = "nccl" if device == "cuda" else "gloo"
     content = {"ranks": nproc, "backend": backend, "sizes": [row.as_dict(nproc) for row in rows]}
-    _put(content, as_json, lambda: show_comm(rows, nproc, backend, Console()))
+    _put(content, device, as_json, lambda: show_comm(rows, nproc, backend, Console()))
 
 
 @click.command()
@@ -99,7 +112,10 @@ def tune(
     the difference is within noise. Prints the table, the winner and its line of code. Settings that cost exactness are
     tried with --lossy only.
 
-    Exit code: 0, or 2 if the recipe cannot be run.
+    \b
+    lockstep tune train.py:make --nproc 2 --lossy
+
+    RECIPE is as for lockstep align. Exit code: 0, or 2 if the recipe cannot be run.
     """
     from lockstep.tools.bench import tune as tool
     from lockstep.tools.bench.report import show_tuning
@@ -107,7 +123,8 @@ def tune(
     device = _chosen(device, nproc)
     job = tool.Job(recipe, nproc, rounds, steps, lossy, device, timeout)
     found = _run("tune", f"Trying settings for {recipe} on {nproc} ranks on {device}", tool.tune, job)
-    _put(found.as_dict(), as_json, lambda: show_tuning(found, Console()))
+    content = {"recipe": recipe, "ranks": nproc} | found.as_dict()
+    _put(content, device, as_json, lambda: show_tuning(found, Console()))
 
 
 def _run(command: str, what: str, measure: Callable[..., Any], job: Any) -> Any:
@@ -121,9 +138,11 @@ def _run(command: str, what: str, measure: Callable[..., Any], job: Any) -> Any:
         sys.exit(2)
 
 
-def _put(content: Any, as_json: bool, show: Callable[[], None]) -> None:
+def _put(content: dict[str, Any], device: str, as_json: bool, show: Callable[[], None]) -> None:
+    from lockstep.tools.bench.environment import environment
+
     if as_json:
-        click.echo(json.dumps(content, indent=1))
+        click.echo(json.dumps({"environment": environment(device)} | content, indent=1))
     else:
         show()
 

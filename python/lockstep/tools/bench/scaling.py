@@ -13,7 +13,7 @@ import torch
 
 from lockstep.timing.report import PHASES, StepReport
 from lockstep.tools.align.recipe import find
-from lockstep.tools.bench.attribution import Cause, Facts, attribute, note
+from lockstep.tools.bench.attribution import Cause, Facts, as_rows, attribute, note
 from lockstep.tools.bench.statistics import Estimate, estimate, trimmed_mean
 from lockstep.tools.bench.trainer import Buckets, Trainer
 from lockstep.tools.doctor.pair import transport
@@ -51,10 +51,12 @@ class Scaling:
     lost: float
     causes: list[Cause]
     notes: list[Cause]
+    transport: str
     rounds: list[tuple[float, float]]
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """For JSON: each cause with its share of ``lost``."""
+        return dataclasses.asdict(self) | {"causes": as_rows(self.causes, self.lost)}
 
 
 Answer = tuple[list[dict[str, float]], Buckets | None]
@@ -95,6 +97,7 @@ class Rounds:
             lost=many["step"] - ideal["step"],
             causes=attribute(ideal, many, report, self._buckets, facts),
             notes=note(facts),
+            transport=facts.transport,
             rounds=self._rounds,
         )
 
@@ -114,7 +117,6 @@ def measure(job: Job) -> Scaling:
             team.start(f"rank {rank}", _be_a_process, job, rank, team.store("group"), log)
             for rank in range(job.world_size)
         ]
-        facts: Facts = team.ask(single + ranks, "facts")[1]
         for members in (single, ranks):
             team.ask(members, WARMUP)
         for number in range(job.rounds):
@@ -123,6 +125,7 @@ def measure(job: Job) -> Scaling:
             else:
                 many, (one,) = team.ask(ranks, job.steps), team.ask(single, job.steps)
             rounds.add(one, many)
+        facts: Facts = team.ask(ranks, "facts")[0]
         if job.device == "cuda":
             texts = "".join(path.read_text(errors="replace") for path in Path(log).parent.glob("nccl.*"))
             facts = dataclasses.replace(facts, transport=transport(texts))

@@ -9,14 +9,14 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep._measuring import Measuring
 from lockstep.data import OrderPreservingSampler, seed_everything, seed_rank_streams
 from lockstep.tools.align.recipe import Recipe, RecipeError, build
-from lockstep.tools.align.trace import moved
+from lockstep.tools.align.trace import each_tensor, moved
 
 #: Passes are taken from the engine after so many steps, before it drops the oldest.
 _TAKE_AFTER = 32
@@ -116,7 +116,7 @@ class Trainer:
             num_workers=recipe.num_workers,
             collate_fn=recipe.collate_fn,
             generator=self._generator,
-            pin_memory=self.device == "cuda",
+            pin_memory=self.device == "cuda" and recipe.num_workers > 0,
             persistent_workers=recipe.num_workers > 0,
         )
         for epoch in range(1_000_000_000):
@@ -126,10 +126,15 @@ class Trainer:
             empty = True
             for batch in loader:
                 empty = False
-                yield batch
+                yield each_tensor(batch, _pinned) if self.device == "cuda" else batch
             if empty:
                 text = f"[rank {self.rank}] the recipe's data hold no batch: fewer samples than batch_size?"
                 raise RecipeError(text)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """From other memory a copy to the GPU would make the host wait for all that the GPU has to do before."""
+    return tensor if tensor.is_cuda else tensor.pin_memory()
 
 
 def _buckets(passes: list[Any], ranks: int) -> Buckets | None:

@@ -22,8 +22,8 @@ _DISTANCE = {
 }
 
 
-def check() -> Iterator[Finding]:
-    """What NVML says; what cannot be checked where there is no driver, or no nvidia-ml-py."""
+def check(busy: bool = False) -> Iterator[Finding]:
+    """What NVML says; what cannot be checked where there is no driver, or no nvidia-ml-py. ``busy``: as ``examine``."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -37,22 +37,23 @@ def check() -> Iterator[Finding]:
         yield Finding("GPUs", _NOT_CHECKED, Status.UNCHECKED, str(error), detail)
         return
     try:
-        yield from examine(pynvml, torch.version.cuda, torch.cuda.is_available())
+        yield from examine(pynvml, torch.version.cuda, torch.cuda.is_available(), busy)
     finally:
         pynvml.nvmlShutdown()
 
 
-def examine(nvml: Any, runtime: str | None, usable: bool) -> Iterator[Finding]:
+def examine(nvml: Any, runtime: str | None, usable: bool, busy: bool = False) -> Iterator[Finding]:
     """The findings for an initialised ``nvml``.
 
     Args:
         runtime: version of torch's CUDA runtime, such as "13.0"; None: torch is a CPU build.
         usable: whether torch can use a GPU.
+        busy: the GPUs have just been at work, so that a slow PCIe link is no saving of power.
     """
     yield driver(nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion(), runtime, usable)
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     for index, handle in enumerate(handles):
-        yield from _one_gpu(nvml, index, handle)
+        yield from _one_gpu(nvml, index, handle, busy)
     for first in range(len(handles)):
         for second in range(first + 1, len(handles)):
             yield _pair(nvml, f"{first} and {second}", handles[first], handles[second])
@@ -73,7 +74,7 @@ def driver(version: str, cuda: int, runtime: str | None, usable: bool) -> Findin
     return Finding("GPUs", "driver", Status.OK, value)
 
 
-def _one_gpu(nvml: Any, index: int, handle: Any) -> Iterator[Finding]:
+def _one_gpu(nvml: Any, index: int, handle: Any, busy: bool) -> Iterator[Finding]:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     name = nvml.nvmlDeviceGetName(handle)
     value = f"{name}, {memory.free / 2**30:.0f} of {memory.total / 2**30:.0f} GiB free"
@@ -84,13 +85,7 @@ def _one_gpu(nvml: Any, index: int, handle: Any) -> Iterator[Finding]:
     except nvml.NVMLError as error:
         yield Finding("GPUs", f"GPU {index} PCIe", Status.UNCHECKED, str(error))
     else:
-        value = f"generation {now[0]} of {most[0]}, {now[1]} of {most[1]} lanes"
-        # An idle GPU lowers the generation to save power, never the width.
-        narrow = now[1] < most[1]
-        detail = "Fewer lanes than the GPU has: another slot, a riser, or a shared switch halves the bandwidth."
-        yield Finding(
-            "GPUs", f"GPU {index} PCIe", Status.WARNING if narrow else Status.OK, value, detail if narrow else ""
-        )
+        yield pcie_link(f"GPU {index} PCIe", now, most, busy)
     others = _processes(nvml, handle)
     if others is None:
         yield Finding("GPUs", f"GPU {index} processes", Status.UNCHECKED, "the driver does not tell")
@@ -99,6 +94,18 @@ def _one_gpu(nvml: Any, index: int, handle: Any) -> Iterator[Finding]:
         yield Finding("GPUs", f"GPU {index} processes", Status.WARNING, ", ".join(map(str, others)), detail)
     else:
         yield Finding("GPUs", f"GPU {index} processes", Status.OK, "none")
+
+
+def pcie_link(name: str, now: tuple[int, int], most: tuple[int, int], busy: bool) -> Finding:
+    """``now`` and ``most``: generation and lanes. Each generation has twice the bandwidth of the one before."""
+    value = f"generation {now[0]} of {most[0]}, {now[1]} of {most[1]} lanes"
+    if now[1] < most[1]:
+        detail = "Fewer lanes than the GPU has: another slot, a riser, or a shared switch halves the bandwidth."
+        return Finding("GPUs", name, Status.WARNING, value, detail)
+    if busy and now[0] < most[0]:  # an idle GPU lowers the generation to save power, never the width
+        detail = "An older generation than the GPU has: the slot, a riser, or a setting of the firmware."
+        return Finding("GPUs", name, Status.WARNING, value, detail)
+    return Finding("GPUs", name, Status.OK, value)
 
 
 def _processes(nvml: Any, handle: Any) -> list[int] | None:
@@ -113,27 +120,38 @@ def _pair(nvml: Any, name: str, first: Any, second: Any) -> Finding:
     try:
         state = nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_READ)
         peers = state == nvml.NVML_P2P_STATUS_OK
-        distance = _DISTANCE.get(nvml.nvmlDeviceGetTopologyCommonAncestor(first, second), "unknown distance")
     except nvml.NVMLError as error:
         return Finding("GPUs", f"GPUs {name}", Status.UNCHECKED, str(error))
-    way = f"{links} NVLinks" if links else distance
-    value = f"{way}, peer access {'yes' if peers else 'no'}"
+    value = f"{links or _distance(nvml, first, second)}, peer access {'yes' if peers else 'no'}"
     if not peers:
         detail = "They exchange data through host memory: IOMMU, virtualisation, or a GPU without peer access."
         return Finding("GPUs", f"GPUs {name}", Status.WARNING, value, detail)
     return Finding("GPUs", f"GPUs {name}", Status.OK, value)
 
 
-def _links_between(nvml: Any, first: Any, second: Any) -> int:
-    """Active NVLinks of ``first`` that end at ``second`` or at an NVSwitch; 0 where there are none."""
-    count = 0
+def _distance(nvml: Any, first: Any, second: Any) -> str:
+    try:
+        return _DISTANCE.get(nvml.nvmlDeviceGetTopologyCommonAncestor(first, second), "unknown distance")
+    except nvml.NVMLError:  # virtual machines hide it
+        return "unknown distance"
+
+
+def _links_between(nvml: Any, first: Any, second: Any) -> str:
+    """In words, the active NVLinks of ``first`` that end at ``second`` or at an NVSwitch; empty: there are none."""
+    count = hidden = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             if not nvml.nvmlDeviceGetNvLinkState(first, link):
                 continue
-            remote = nvml.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId
-            switch = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(first, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
         except nvml.NVMLError:
-            break
+            break  # it has no more
+        try:
+            switch = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(first, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+            remote = "" if switch else nvml.nvmlDeviceGetNvLinkRemotePciInfo(first, link).busId
+        except nvml.NVMLError:
+            hidden += 1
+            continue
         count += switch or remote == nvml.nvmlDeviceGetPciInfo(second).busId
-    return count
+    if count == 0 and hidden:
+        return f"{hidden} NVLinks whose other ends the driver does not tell"
+    return f"{count} NVLinks" if count else ""
