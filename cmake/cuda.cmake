@@ -121,11 +121,13 @@ target_link_libraries(lockstep_cuda INTERFACE
 set(LOCKSTEP_CUDA_RPATH "$ORIGIN/../../nvidia/cu${lockstep_cuda_major}/lib")
 
 # Fast to compile because no header of torch comes near it.
-add_library(lockstep_cuda_kernels OBJECT csrc/kernels/cuda/cast.cu csrc/kernels/cuda/pack.cu)
+add_library(lockstep_cuda_kernels OBJECT csrc/kernels/cuda/cast.cu csrc/kernels/cuda/pack.cu
+            csrc/kernels/cuda/power_iteration.cu csrc/kernels/cuda/quantize.cu)
 target_include_directories(lockstep_cuda_kernels PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
 target_compile_options(lockstep_cuda_kernels PRIVATE --Werror=all-warnings -Xcompiler=-Wall,-Wextra)
 set_target_properties(lockstep_cuda_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_STANDARD 20 UNITY_BUILD OFF)
-set(lockstep_device_sources csrc/kernels/cuda/capture.cpp csrc/kernels/cuda/pack_cuda.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
+set(lockstep_device_sources csrc/kernels/cuda/capture.cpp csrc/kernels/cuda/on_device.cpp csrc/kernels/cuda/pack_cuda.cpp
+    csrc/kernels/cuda/power_iteration_cuda.cpp csrc/kernels/cuda/quantize_cuda.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
 
 # NCCL: torch's own from pip. Only a torch that brought none may share one of the system: two of them in one process are
 # trouble.

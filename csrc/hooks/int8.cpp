@@ -6,6 +6,7 @@
 // in Seide et al., 1-bit SGD (Interspeech 2014).
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
 
 #include "core/fingerprint.h"
@@ -19,92 +20,50 @@ namespace lockstep {
 namespace {
 
 constexpr std::string_view kRoundings[] = {"nearest", "stochastic"};
-/// Slots start at a multiple of a block for fp32 and half types, so that blocks do not depend on the plan.
-constexpr int64_t kAlignmentBytes = kQuantizationBlock * 4;
-constexpr int64_t kScaleBytes = 4;
+/// Slots start at a multiple of a block, of any dtype: no block is of two parameters, and none depends on the plan.
+constexpr int64_t kAlignmentBytes = kQuantizationBlock * 8;
 
 /// What one bucket keeps between steps.
 struct QuantizedBucket {
-  at::Tensor gaps;   // [padded bucket], bool: elements that belong to no parameter
-  at::Tensor error;  // [bucket], or undefined
-  at::Tensor ids;    // [padded bucket], or undefined: which element of which parameter it is
+  BlockLayout layout;
+  at::Tensor error;  // undefined without feedback
 };
 
-/// One part of a bucket on the wire: codes, and the bytes of their scales behind them.
-at::Tensor as_records(const Quantized& quantized, int64_t count) {
-  const at::Tensor bytes = quantized.scales.view(at::kChar);
-  return at::cat({quantized.codes.view({count, -1}), bytes.view({count, -1})}, 1);
-}
-
-/// The values of [count] records, [count, elements].
-at::Tensor values_of(const at::Tensor& records, int64_t elements) {
-  const at::Tensor codes = records.narrow(1, 0, elements).contiguous();
-  const int64_t bytes = elements / kQuantizationBlock * kScaleBytes;
-  const at::Tensor scales = records.narrow(1, elements, bytes).contiguous().view(at::kFloat);
-  return dequantize(codes, scales);
-}
-
-/// What quantizing has left out; nothing where that is not a number.
-at::Tensor left_out(const at::Tensor& exact, const at::Tensor& sent) {
-  const at::Tensor difference = exact.sub(sent);
-  return at::where(at::isfinite(difference), difference, 0);
-}
+/// The random numbers of the two rounds.
+using Keys = std::array<uint32_t, 2>;
 
 class QuantizedMean final : public TwoRounds {
  public:
-  /// @param data  fp32, padded to one chunk of whole blocks per rank.
-  /// @param keys  of the random numbers of both rounds; rounds to nearest without.
-  QuantizedMean(std::shared_ptr<Relay> relay, std::shared_ptr<QuantizedBucket> bucket, at::Tensor memory,
-                const at::Tensor& data, std::optional<std::array<uint32_t, 2>> keys, Communicator& comm)
+  QuantizedMean(std::shared_ptr<Relay> relay, std::shared_ptr<QuantizedBucket> bucket, at::Tensor memory, Keys keys,
+                Communicator& comm)
       : TwoRounds(std::move(relay)),
         bucket_(std::move(bucket)),
         memory_(std::move(memory)),
         keys_(keys),
         comm_(&comm),
-        chunk_(data.numel() / comm.size()) {
-    const Quantized mine = round(data, 0, 0);
-    if (bucket_->error.defined()) {
-      const int64_t numel = bucket_->error.numel();
-      bucket_->error.copy_(left_out(data, dequantize(mine.codes, mine.scales)).narrow(0, 0, numel));
-    }
-    sent_ = as_records(mine, comm.size());
-    received_ = at::empty_like(sent_);
-    transfer_ = comm.all_to_all(received_, sent_);
-  }
+        sent_(quantize_bucket(memory_, bucket_->layout, bucket_->error, keys_[0])),
+        received_(at::empty_like(sent_)),
+        transfer_(comm.all_to_all(received_, sent_)) {}
 
  protected:
   void start_second() override {
     transfer_->wait();
-    const at::Tensor sum = values_of(received_, chunk_).sum(0);
-    const int64_t first = chunk_ * comm_->rank();
-    const Quantized mine = round(sum, 1, first);
-    if (bucket_->error.defined() && first < bucket_->error.numel()) {
-      // A summand of this rank: what the others do not get now, they get with our next gradient.
-      at::Tensor error = bucket_->error.narrow(0, first, std::min(chunk_, bucket_->error.numel() - first));
-      error.add_(left_out(sum, dequantize(mine.codes, mine.scales)).narrow(0, 0, error.numel()));
-    }
-    sent_ = as_records(mine, 1);
+    // What the others do not get of our blocks now, they get with our next gradient: their error is of this rank alone.
+    sent_ = sum_records(received_, bucket_->layout, comm_->rank(), bucket_->error, keys_[1]);
     transfer_ = comm_->all_gather(received_, sent_);
   }
 
   at::Tensor finish() override {
     transfer_->wait();
-    memory_.copy_(values_of(received_, chunk_).view(-1).narrow(0, 0, memory_.numel()));
+    dequantize_bucket(received_, bucket_->layout, memory_);
     return std::move(memory_);
   }
 
  private:
-  /// @param first  of `data`, in the bucket.
-  [[nodiscard]] Quantized round(const at::Tensor& data, size_t round, int64_t first) const {
-    if (!keys_) return quantize(data);
-    return quantize(data, chances(bucket_->ids.narrow(0, first, data.numel()), (*keys_)[round]));
-  }
-
   std::shared_ptr<QuantizedBucket> bucket_;
   at::Tensor memory_;
-  std::optional<std::array<uint32_t, 2>> keys_;
+  Keys keys_;
   Communicator* comm_;
-  int64_t chunk_;  // elements that one rank sums
   at::Tensor sent_;
   at::Tensor received_;
   TransferPtr transfer_;
@@ -128,17 +87,8 @@ class Int8 final : public CommHook {
     const at::Tensor& memory = bucket.memory;
     if (!can_be_compressed(bucket, comm)) return sum_in_place(bucket, comm);
     const at::NoGradGuard no_grad;
-    const int64_t blocks = (memory.numel() + kQuantizationBlock - 1) / kQuantizationBlock;
-    const int64_t blocks_per_rank = (blocks + comm.size() - 1) / comm.size();
-    const at::Tensor data =
-        at::zeros({blocks_per_rank * kQuantizationBlock * comm.size()}, memory.options().dtype(at::kFloat));
-    data.narrow(0, 0, memory.numel()).copy_(memory);
-    const std::shared_ptr<QuantizedBucket> state = prepared(bucket, data);
-    data.masked_fill_(state->gaps, 0);  // NaN of another rank may have come there, and would fill the block
-    if (error_feedback_) data.narrow(0, 0, memory.numel()).add_(state->error);
-    std::optional<std::array<uint32_t, 2>> keys;
-    if (stochastic_) keys = {key(comm.rank(), 0), key(comm.rank(), 1)};
-    return std::make_unique<QuantizedMean>(relay_, state, memory, data, keys, comm);
+    const Keys keys{key(comm.rank(), 0), key(comm.rank(), 1)};
+    return std::make_unique<QuantizedMean>(relay_, prepared(bucket, comm.size()), memory, keys, comm);
   }
 
   void on_new_plan() override { buckets_.clear(); }
@@ -167,21 +117,31 @@ class Int8 final : public CommHook {
     return mixed(mixed(mixed(seed_ ^ static_cast<uint32_t>(step_)) ^ static_cast<uint32_t>(rank)) ^ round);
   }
 
-  std::shared_ptr<QuantizedBucket> prepared(const GradBucket& bucket, const at::Tensor& data) {
+  std::shared_ptr<QuantizedBucket> prepared(const GradBucket& bucket, int ranks) {
     std::shared_ptr<QuantizedBucket>& state = buckets_[bucket.id];
     if (state) return state;
     state = std::make_shared<QuantizedBucket>();
     const std::vector<NamedSlice> slices = slices_of(bucket.members());
-    state->gaps = at::ones({data.numel()}, data.options().dtype(at::kBool));
-    for (const NamedSlice& slice : slices) state->gaps.narrow(0, slice.offset, slice.numel).zero_();
-    if (error_feedback_) state->error = errors_.lay_out(slices, bucket.memory.numel(), data.options());
-    if (stochastic_) {
-      state->ids = at::zeros({data.numel()}, data.options().dtype(at::kLong));
-      for (const NamedSlice& slice : slices) {
-        const auto first = static_cast<int64_t>(fingerprint(slice.name) & 0xffffffffU);
-        state->ids.narrow(0, slice.offset, slice.numel)
-            .copy_(at::arange(first, first + slice.numel, state->ids.options()).bitwise_and_(0xffffffffL));
+    const int64_t blocks = (bucket.memory.numel() + kQuantizationBlock - 1) / kQuantizationBlock;
+    BlockLayout& layout = state->layout;
+    layout.ranks = ranks;
+    layout.blocks_per_rank = (blocks + ranks - 1) / ranks;
+    const at::Tensor filled = at::zeros({layout.blocks_per_rank * ranks}, at::dtype(at::kInt));
+    const at::Tensor ids = at::zeros_like(filled);
+    auto* of_filled = filled.mutable_data_ptr<int32_t>();
+    auto* of_ids = ids.mutable_data_ptr<int32_t>();
+    for (const NamedSlice& slice : slices) {
+      const auto name = static_cast<uint32_t>(fingerprint(slice.name));
+      for (int64_t done = 0; done < slice.numel; done += kQuantizationBlock) {
+        const int64_t block = (slice.offset + done) / kQuantizationBlock;
+        of_filled[block] = static_cast<int32_t>(std::min(kQuantizationBlock, slice.numel - done));
+        of_ids[block] = static_cast<int32_t>(name + static_cast<uint32_t>(done));
       }
+    }
+    layout.filled = filled.to(bucket.memory.device());
+    if (stochastic_) layout.ids = ids.to(bucket.memory.device());
+    if (error_feedback_) {
+      state->error = errors_.lay_out(slices, bucket.memory.numel(), bucket.memory.options().dtype(at::kFloat));
     }
     return state;
   }

@@ -46,24 +46,24 @@ LowRankLayout matrix_per_parameter(const BucketMembers& members, const LowRankLi
       continue;
     }
     layout.numel_after += compressed;
-    const auto same = std::find_if(layout.groups.begin(), layout.groups.end(),
+    const auto same = std::find_if(layout.matrices.groups.begin(), layout.matrices.groups.end(),
                                    [&](const MatrixGroup& g) { return g.rows == rows && g.cols == cols; });
-    const auto at = static_cast<size_t>(same - layout.groups.begin());
-    if (same == layout.groups.end()) {
-      layout.groups.push_back({.rows = rows, .cols = cols, .rank = rank, .count = 0});
+    const auto at = static_cast<size_t>(same - layout.matrices.groups.begin());
+    if (same == layout.matrices.groups.end()) {
+      layout.matrices.groups.push_back({.rows = rows, .cols = cols, .rank = rank, .count = 0});
       of_group.emplace_back();
     }
-    ++layout.groups[at].count;
+    ++layout.matrices.groups[at].count;
     of_group[at].push_back(i);
   }
-  place(layout.groups, layout);
-  for (size_t g = 0; g < layout.groups.size(); ++g) {
-    const MatrixGroup& group = layout.groups[g];
+  place(layout.matrices.groups, layout);
+  for (size_t g = 0; g < layout.matrices.groups.size(); ++g) {
+    const MatrixGroup& group = layout.matrices.groups[g];
     for (size_t k = 0; k < of_group[g].size(); ++k) {
       const size_t i = of_group[g][k];
       const int64_t m = group.m + static_cast<int64_t>(k) * group.rows * group.cols;
       const int64_t q = group.q + static_cast<int64_t>(k) * group.cols * group.rank;
-      layout.matrices.push_back({static_cast<int64_t>(members.offsets[i]), m, group.rows * group.cols});
+      layout.matrices.runs.push_back({static_cast<int64_t>(members.offsets[i]), m, group.rows * group.cols});
       layout.errors.push_back({members.names[i], m, group.rows * group.cols});
       layout.factors.push_back({members.names[i], q, group.cols * group.rank});
     }
@@ -76,9 +76,9 @@ LowRankLayout matrix_per_bucket(const BucketMembers& members, int64_t numel, con
   auto side = static_cast<int64_t>(std::sqrt(static_cast<double>(numel)));
   while (side * side < numel) ++side;
   const int64_t rank = std::min(side, limits.rank);
-  layout.groups.push_back({.rows = side, .cols = side, .rank = rank, .count = 1});
-  place(layout.groups, layout);
-  layout.matrices.push_back({0, 0, numel});
+  layout.matrices.groups.push_back({.rows = side, .cols = side, .rank = rank, .count = 1});
+  place(layout.matrices.groups, layout);
+  layout.matrices.runs.push_back({0, 0, numel});
   layout.errors = slices_of(members);
   // Filled up with zeros, but what is left out there is not.
   const std::string key = fmt::format("[{}]", fmt::join(members.names, " "));
@@ -123,18 +123,21 @@ void FactorSeeds::set_state(const at::Tensor& state) {
 
 void draw_factors(const at::Tensor& q, const std::vector<MatrixGroup>& groups, uint64_t seed, bool as_one) {
   const at::Generator generator = at::detail::createCPUGenerator(seed);
-  const auto options = at::dtype(q.scalar_type()).device(at::kCPU);
+  // By way of pinned memory, so that the host does not wait for a device.
+  at::Tensor drawn = q;
+  if (!q.is_cpu()) drawn = at::empty_like(q, q.options().device(at::kCPU).pinned_memory(true));
   for (const MatrixGroup& group : groups) {
-    const at::Tensor all = group.q_of(q);
+    at::Tensor all = group.q_of(drawn);
     if (as_one) {
-      all.copy_(at::randn(all.sizes(), generator, options));
+      all.copy_(at::randn(all.sizes(), generator, all.options().pinned_memory(false)));
       continue;
     }
     for (int64_t i = 0; i < group.count; ++i) {
-      at::Tensor one = all.narrow(0, i, 1);
-      one.copy_(at::randn(one.sizes(), generator, options));
+      const at::Tensor one = all.narrow(0, i, 1);
+      one.copy_(at::randn(one.sizes(), generator, one.options().pinned_memory(false)));
     }
   }
+  if (!q.is_cpu()) q.copy_(drawn, /*non_blocking=*/true);
 }
 
 }  // namespace lockstep

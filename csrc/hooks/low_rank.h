@@ -8,7 +8,7 @@
 
 #include "buckets/grad_bucket.h"
 #include "hooks/named_memory.h"
-#include "kernels/runs.h"
+#include "kernels/power_iteration.h"
 
 namespace lockstep {
 
@@ -18,31 +18,9 @@ struct LowRankLimits {
   double min_compression_rate = 2;
 };
 
-/// Matrices M of one shape, each [rows, cols], with factors P [rows, rank] and Q [cols, rank]. They lie one behind the
-/// other, so that a batched product serves all of them.
-struct MatrixGroup {
-  int64_t rows = 0;
-  int64_t cols = 0;
-  int64_t rank = 0;
-  int64_t count = 0;
-  int64_t m = 0;  ///< First element in the flat tensor of all M, like the next two.
-  int64_t p = 0;
-  int64_t q = 0;
-
-  [[nodiscard]] at::Tensor m_of(const at::Tensor& flat) const { return view(flat, m, rows, cols); }
-  [[nodiscard]] at::Tensor p_of(const at::Tensor& flat) const { return view(flat, p, rows, rank); }
-  [[nodiscard]] at::Tensor q_of(const at::Tensor& flat) const { return view(flat, q, cols, rank); }
-
- private:
-  [[nodiscard]] at::Tensor view(const at::Tensor& flat, int64_t first, int64_t height, int64_t width) const {
-    return flat.narrow(0, first, count * height * width).view({count, height, width});
-  }
-};
-
 /// One bucket, split into matrices to be compressed and the rest.
 struct LowRankLayout {
-  std::vector<MatrixGroup> groups;  ///< In the order in which shapes appear in the bucket.
-  std::vector<Run> matrices;        ///< Of the bucket, in the flat tensor of all M; in the order of the groups.
+  Matrices matrices;                ///< Groups in the order in which shapes appear in the bucket.
   std::vector<Run> rest;            ///< Of the bucket, in a flat tensor of their own.
   std::vector<NamedSlice> errors;   ///< By parameter, in the flat tensor of all M.
   std::vector<NamedSlice> factors;  ///< By parameter, in the flat tensor of all Q.

@@ -11,13 +11,12 @@
 #include "hooks/registry.h"
 #include "hooks/relay.h"
 #include "hooks/uncompressed.h"
-#include "kernels/orthonormalize.h"
-#include "kernels/runs.h"
+#include "kernels/power_iteration.h"
 
 namespace lockstep {
 namespace {
 
-enum class Matrices { kPerParameter, kPerBucket };
+enum class Split { kMatrixPerParameter, kMatrixPerBucket };
 
 struct Settings {
   LowRankLimits limits;
@@ -31,90 +30,58 @@ struct Settings {
 /// What one bucket keeps between steps.
 struct LowRankBucket {
   LowRankLayout layout;
+  std::unique_ptr<PowerIteration> iteration;
   at::Tensor m;  // the error between steps, the matrices to be compressed within one
   at::Tensor q;
 };
 
-/// One bucket on its way: first P with whatever is not compressed, then Q.
+/// One bucket on its way: first P, a flag per matrix and whatever is not compressed, then Q.
 class CompressedMean final : public TwoRounds {
  public:
   CompressedMean(std::shared_ptr<Relay> relay, std::shared_ptr<LowRankBucket> bucket, at::Tensor memory,
-                 at::Tensor wire, const Settings& settings, Communicator& comm)
-      : TwoRounds(std::move(relay)),
-        bucket_(std::move(bucket)),
-        memory_(std::move(memory)),
-        wire_(std::move(wire)),
-        settings_(settings),
-        comm_(&comm),
-        transfer_(comm.sum(wire_)) {}
+                 Communicator& comm)
+      : TwoRounds(std::move(relay)), bucket_(std::move(bucket)), comm_(&comm) {
+    const LowRankLayout& layout = bucket_->layout;
+    const auto flags = static_cast<int64_t>(layout.matrices.runs.size());
+    const at::Tensor wire = at::empty({layout.p_numel + flags + layout.rest_numel}, bucket_->m.options());
+    tensors_ = {.gradients = std::move(memory),
+                .m = bucket_->m,
+                .p = wire.narrow(0, 0, layout.p_numel),
+                .q = bucket_->q,
+                .flags = wire.narrow(0, layout.p_numel, flags)};
+    rest_ = wire.narrow(0, layout.p_numel + flags, layout.rest_numel);
+    bucket_->iteration->first(tensors_);
+    gather(rest_, tensors_.gradients, layout.rest);
+    transfer_ = comm.sum(wire);
+  }
 
  protected:
   void start_second() override {
     transfer_->wait();
-    const LowRankLayout& layout = bucket_->layout;
-    // The same bits on every rank, so all of them decide alike. Behind P lies the flag of each rank's gradients.
-    compressed_ = all_finite(wire_.narrow(0, 0, layout.p_numel + 1));
-    if (!compressed_) return send_uncompressed();
-    for (const MatrixGroup& group : layout.groups) {
-      const at::Tensor p = group.p_of(wire_);
-      orthonormalize(p, settings_.epsilon);
-      at::Tensor q = group.q_of(bucket_->q);
-      at::bmm_out(q, group.m_of(bucket_->m).transpose(1, 2), p);
+    compressed_ = bucket_->iteration->second(tensors_);
+    if (compressed_) {
+      transfer_ = comm_->sum(tensors_.q);
+    } else {  // the gradients themselves bring infinity and NaN to every rank
+      tensors_.gradients.div_(comm_->size());
+      transfer_ = comm_->sum(tensors_.gradients);
     }
-    transfer_ = comm_->sum(bucket_->q);
   }
 
   at::Tensor finish() override {
     transfer_->wait();
-    if (!compressed_) return std::move(memory_);
-    bucket_->q.div_(comm_->size());
-    const LowRankLayout& layout = bucket_->layout;
-    size_t next = 0;
-    for (const MatrixGroup& group : layout.groups) {
-      const std::span<const Run> runs(&layout.matrices[next], static_cast<size_t>(group.count));
-      next += static_cast<size_t>(group.count);
-      decompress(group, runs);
+    if (compressed_) {
+      tensors_.q.div_(comm_->size());
+      bucket_->iteration->finish(tensors_);
+      if (rest_.numel() > 0) rest_.div_(comm_->size());
+      scatter(tensors_.gradients, rest_, bucket_->layout.rest);
     }
-    const at::Tensor rest = wire_.narrow(0, layout.p_numel + 1, layout.rest_numel).div_(comm_->size());
-    scatter(memory_, rest, layout.rest);
-    return std::move(memory_);
+    return std::move(tensors_.gradients);
   }
 
  private:
-  /// Infinity or NaN somewhere: the gradients themselves bring it to every rank, error and Q stay as they were.
-  void send_uncompressed() {
-    if (settings_.error_feedback) subtract_finite(bucket_->m, memory_, bucket_->layout.matrices);
-    memory_.div_(comm_->size());
-    transfer_ = comm_->sum(memory_);
-  }
-
-  void decompress(const MatrixGroup& group, std::span<const Run> runs) {
-    const at::Tensor p = group.p_of(wire_);
-    const at::Tensor q = group.q_of(bucket_->q);
-    const bool in_place = memory_.scalar_type() == q.scalar_type() && runs.front().numel == group.rows * group.cols;
-    if (!in_place) {
-      const at::Tensor product = at::bmm(p, q.transpose(1, 2)).view(-1);
-      std::vector<Run> from_group(runs.begin(), runs.end());
-      for (Run& run : from_group) run.flat -= group.m;
-      scatter(memory_, product, from_group);
-      if (settings_.error_feedback) bucket_->m.narrow(0, group.m, product.numel()).sub_(product);
-      return;
-    }
-    for (int64_t i = 0; i < group.count; ++i) {
-      const Run& run = runs[static_cast<size_t>(i)];
-      at::Tensor mean = memory_.narrow(0, run.bucket, run.numel).view({group.rows, group.cols});
-      at::mm_out(mean, p[i], q[i].t());
-    }
-    if (!settings_.error_feedback) return;
-    for (const Run& run : runs) {
-      bucket_->m.narrow(0, run.flat, run.numel).sub_(memory_.narrow(0, run.bucket, run.numel));
-    }
-  }
-
   std::shared_ptr<LowRankBucket> bucket_;
-  at::Tensor memory_;  // the gradients until their mean is there
-  at::Tensor wire_;
-  Settings settings_;
+  FactorTensors tensors_;
+  at::Tensor rest_;  // its sum over ranks travels with P
   Communicator* comm_;
   TransferPtr transfer_;
   bool compressed_ = true;
@@ -122,10 +89,10 @@ class CompressedMean final : public TwoRounds {
 
 class PowerSgd final : public CommHook {
  public:
-  PowerSgd(std::string name, Matrices matrices, const HookArgs& args)
+  PowerSgd(std::string name, Split split, const HookArgs& args)
       : name_(std::move(name)),
         signature_(args.signature(name_)),
-        matrices_(matrices),
+        split_(split),
         settings_{.limits = {.rank = args.integer("rank", 1, 32),
                              .min_compression_rate = args.at_least_zero("min_compression_rate")},
                   .start_iteration = args.integer("start_iteration", 0, INT64_MAX),
@@ -138,7 +105,7 @@ class PowerSgd final : public CommHook {
   [[nodiscard]] std::string name() const override { return name_; }
   [[nodiscard]] std::string signature() const override { return signature_; }
   [[nodiscard]] int64_t slot_alignment() const override {
-    return matrices_ == Matrices::kPerBucket ? 1 : kSlotAlignmentBytes;
+    return split_ == Split::kMatrixPerBucket ? 1 : kSlotAlignmentBytes;
   }
 
   std::unique_ptr<PendingMean> start(const GradBucket& bucket, Communicator& comm) override {
@@ -149,19 +116,8 @@ class PowerSgd final : public CommHook {
     const LowRankLayout& layout = state->layout;
     stats_.numel_before += layout.numel_before;
     stats_.numel_after += layout.numel_after;
-    if (layout.groups.empty()) return average_in_place(bucket, comm);
-
-    const at::Tensor wire = at::empty({layout.p_numel + 1 + layout.rest_numel}, state->m.options());
-    const at::Tensor flag = wire.narrow(0, layout.p_numel, 1).zero_();
-    if (!settings_.error_feedback) state->m.zero_();
-    add_finite(state->m, bucket.memory, layout.matrices, flag);
-    gather(wire.narrow(0, layout.p_numel + 1, layout.rest_numel), bucket.memory, layout.rest);
-    for (const MatrixGroup& group : layout.groups) {
-      at::Tensor p = group.p_of(wire);
-      orthonormalize(group.q_of(state->q), settings_.epsilon);
-      at::bmm_out(p, group.m_of(state->m), group.q_of(state->q));
-    }
-    return std::make_unique<CompressedMean>(relay_, state, bucket.memory, wire, settings_, comm);
+    if (layout.matrices.groups.empty()) return average_in_place(bucket, comm);
+    return std::make_unique<CompressedMean>(relay_, state, bucket.memory, comm);
   }
 
   void on_new_plan() override { buckets_.clear(); }
@@ -216,7 +172,7 @@ class PowerSgd final : public CommHook {
     if (!state) {
       state = std::make_shared<LowRankBucket>();
       LowRankLayout& layout = state->layout;
-      layout = matrices_ == Matrices::kPerBucket
+      layout = split_ == Split::kMatrixPerBucket
                    ? matrix_per_bucket(bucket.members(), bucket.memory.numel(), settings_.limits)
                    : matrix_per_parameter(bucket.members(), settings_.limits);
       const auto type = bucket.memory.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -226,15 +182,19 @@ class PowerSgd final : public CommHook {
       state->m = settings_.error_feedback ? errors_.lay_out(layout.errors, layout.m_numel, options)
                                           : at::zeros({layout.m_numel}, options);
       state->q = factors_.lay_out(layout.factors, layout.q_numel, options);
+      if (!layout.matrices.groups.empty()) {
+        state->iteration = PowerIteration::make(
+            layout.matrices, bucket.memory, {.epsilon = settings_.epsilon, .error_feedback = settings_.error_feedback});
+      }
     }
     // Torch takes a seed for a bucket without matrices too.
-    if (draw) draw_factors(state->q, state->layout.groups, seeds_.next(), settings_.batch_same_shape);
+    if (draw) draw_factors(state->q, state->layout.matrices.groups, seeds_.next(), settings_.batch_same_shape);
     return state;
   }
 
   std::string name_;
   std::string signature_;
-  Matrices matrices_;
+  Split split_;
   Settings settings_;
   FactorSeeds seeds_;
   std::shared_ptr<Relay> relay_ = std::make_shared<Relay>();
@@ -263,11 +223,11 @@ std::span<const HookParam> power_sgd_params() {
 }
 
 std::unique_ptr<CommHook> make_power_sgd(const HookArgs& args) {
-  return std::make_unique<PowerSgd>("power_sgd", Matrices::kPerParameter, args);
+  return std::make_unique<PowerSgd>("power_sgd", Split::kMatrixPerParameter, args);
 }
 
 std::unique_ptr<CommHook> make_batched_power_sgd(const HookArgs& args) {
-  return std::make_unique<PowerSgd>("batched_power_sgd", Matrices::kPerBucket, args);
+  return std::make_unique<PowerSgd>("batched_power_sgd", Split::kMatrixPerBucket, args);
 }
 
 }  // namespace lockstep

@@ -3,6 +3,8 @@
 #include "kernels/capture.h"
 #include "kernels/cast.h"
 #include "kernels/pack.h"
+#include "kernels/power_iteration.h"
+#include "kernels/quantize.h"
 
 namespace lockstep::cuda {
 namespace {
@@ -25,6 +27,23 @@ void pack_cast(const at::Tensor& bucket, std::span<const Segment> /*segments*/, 
   refuse(bucket);
 }
 void unpack_cast(const at::Tensor& bucket, std::span<const Segment> /*segments*/, at::ScalarType /*grads*/) {
+  refuse(bucket);
+}
+
+at::Tensor quantize_bucket(const at::Tensor& bucket, const BlockLayout& /*layout*/, const at::Tensor& /*error*/,
+                           uint32_t /*key*/) {
+  refuse(bucket);
+}
+at::Tensor sum_records(const at::Tensor& received, const BlockLayout& /*layout*/, int64_t /*rank*/,
+                       const at::Tensor& /*error*/, uint32_t /*key*/) {
+  refuse(received);
+}
+void dequantize_bucket(const at::Tensor& /*records*/, const BlockLayout& /*layout*/, const at::Tensor& bucket) {
+  refuse(bucket);
+}
+
+std::unique_ptr<PowerIteration> make_power_iteration(const Matrices& /*matrices*/, const at::Tensor& bucket,
+                                                     PowerIteration::Settings /*settings*/) {
   refuse(bucket);
 }
 

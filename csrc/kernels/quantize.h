@@ -4,11 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
+
+#include "kernels/quantization.h"
 
 namespace lockstep {
-
-/// Elements that share a scale.
-inline constexpr int64_t kQuantizationBlock = 256;
 
 /// x[k] is about codes[k] * scales[k / 256].
 struct Quantized {
@@ -31,13 +31,39 @@ struct Quantized {
 /// @param ids  kLong, from 0 to 2**32 - 1.
 [[nodiscard]] at::Tensor chances(const at::Tensor& ids, uint32_t key);
 
-/// The hash behind `chances`: MurmurHash3's 32-bit finalizer.
-[[nodiscard]] constexpr uint32_t mixed(uint32_t word) {
-  word ^= word >> 16;
-  word *= 0x85ebca6bU;
-  word ^= word >> 13;
-  word *= 0xc2b2ae35U;
-  return word ^ (word >> 16);
-}
+/// How a bucket is cut: blocks, and records of as many for each rank.
+struct BlockLayout {
+  at::Tensor filled;  ///< kInt, [ranks * blocks_per_rank], on the bucket's device: elements that are gradients. They
+                      ///< come first, what follows is a gap, or behind the end of the bucket.
+  at::Tensor ids;     ///< kInt, the same size: of the first element, modulo 2**32. Undefined: rounds to nearest.
+  int64_t blocks_per_rank = 0;
+  int64_t ranks = 1;
+};
+
+// On a device each of these is one launch. A record is a row of kChar: the codes of blocks_per_rank blocks, then their
+// scales as bytes. `key` is that of the random numbers of one round on one rank. `error` is what rounding has left out
+// of earlier steps, nothing where that is not a number: kFloat, [bucket]; or undefined.
+
+/// The records of the sum of bucket and error: [ranks, record]. The error becomes what rounding leaves out.
+/// @param bucket  1-D, contiguous, a floating type.
+[[nodiscard]] at::Tensor quantize_bucket(const at::Tensor& bucket, const BlockLayout& layout, const at::Tensor& error,
+                                         uint32_t key);
+
+/// The record of the sum of the records received from every rank: [1, record]. What rounding leaves out is added to the
+/// error, where those blocks are.
+/// @param rank  whose blocks they are.
+[[nodiscard]] at::Tensor sum_records(const at::Tensor& received, const BlockLayout& layout, int64_t rank,
+                                     const at::Tensor& error, uint32_t key);
+
+/// bucket = the values in the records of all ranks.
+void dequantize_bucket(const at::Tensor& records, const BlockLayout& layout, const at::Tensor& bucket);
+
+namespace cuda {  // the same
+[[nodiscard]] at::Tensor quantize_bucket(const at::Tensor& bucket, const BlockLayout& layout, const at::Tensor& error,
+                                         uint32_t key);
+[[nodiscard]] at::Tensor sum_records(const at::Tensor& received, const BlockLayout& layout, int64_t rank,
+                                     const at::Tensor& error, uint32_t key);
+void dequantize_bucket(const at::Tensor& records, const BlockLayout& layout, const at::Tensor& bucket);
+}  // namespace cuda
 
 }  // namespace lockstep

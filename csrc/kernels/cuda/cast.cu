@@ -1,10 +1,8 @@
 // The kernel that moves gradients between their own dtype and a bucket of another one.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "kernels/cuda/cast.h"
+#include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/table.cuh"
 
 namespace lockstep::cuda {
@@ -17,24 +15,6 @@ constexpr int64_t kWindow = int64_t{1} << 32;
 constexpr uint32_t kWide = 4;  // elements that a thread moves at once where both sides are aligned
 
 // ---- on the device ----
-
-__device__ float as_float(float value) { return value; }
-__device__ float as_float(double value) { return static_cast<float>(value); }
-__device__ float as_float(__half value) { return __half2float(value); }
-__device__ float as_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-
-template <typename To>
-__device__ To from_float(float value) {
-  return static_cast<To>(value);
-}
-template <>
-__device__ __half from_float<__half>(float value) {
-  return __float2half_rn(value);
-}
-template <>
-__device__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
 
 /// The product is formed in the gradients' precision, at least fp32.
 template <typename From, typename To>
