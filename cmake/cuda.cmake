@@ -122,7 +122,7 @@ set(LOCKSTEP_CUDA_RPATH "$ORIGIN/../../nvidia/cu${lockstep_cuda_major}/lib")
 
 # Fast to compile because no header of torch comes near it.
 add_library(lockstep_cuda_kernels OBJECT csrc/kernels/cuda/cast.cu csrc/kernels/cuda/pack.cu
-            csrc/kernels/cuda/power_iteration.cu csrc/kernels/cuda/quantize.cu)
+            csrc/kernels/cuda/orthonormalize.cu csrc/kernels/cuda/power_iteration.cu csrc/kernels/cuda/quantize.cu)
 target_include_directories(lockstep_cuda_kernels PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
 target_compile_options(lockstep_cuda_kernels PRIVATE --Werror=all-warnings -Xcompiler=-Wall,-Wextra)
 set_target_properties(lockstep_cuda_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON CUDA_STANDARD 20 UNITY_BUILD OFF)

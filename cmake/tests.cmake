@@ -61,12 +61,13 @@ lockstep_add_test(lockstep_front_tests 180 1)
 # not one per test: starting CUDA takes longer than most of them. lockstep_pack_bench links no torch.
 if(LOCKSTEP_WITH_CUDA)
   add_executable(lockstep_cuda_tests
-    tests/cpp/cuda/cast_cuda_test.cpp tests/cpp/cuda/pack_cuda_test.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
+    tests/cpp/cuda/cast_cuda_test.cpp tests/cpp/cuda/hook_kernels_test.cpp
+    tests/cpp/cuda/pack_cuda_test.cpp $<TARGET_OBJECTS:lockstep_cuda_kernels>)
   target_link_libraries(lockstep_cuda_tests PRIVATE lockstep lockstep_fmt lockstep_cuda lockstep_warnings GTest::gmock_main)
   set_target_properties(lockstep_cuda_tests PROPERTIES LINKER_LANGUAGE CXX UNITY_BUILD OFF)
   target_compile_options(lockstep_cuda_tests PRIVATE -fPIC)
   target_precompile_headers(lockstep_cuda_tests REUSE_FROM lockstep)
-  add_test(NAME PackCuda COMMAND lockstep_cuda_tests --gtest_filter=*Pack*)
+  add_test(NAME PackCuda COMMAND lockstep_cuda_tests --gtest_filter=*Pack*:*HookKernels*)
   set_tests_properties(PackCuda PROPERTIES TIMEOUT 300)
   if(LOCKSTEP_WITH_NCCL)
     target_sources(lockstep_cuda_tests PRIVATE tests/cpp/cuda/nccl_communicator_test.cpp)

@@ -67,10 +67,11 @@ def _near_the_mean(hook: str, dtype: torch.dtype) -> None:
             if HOOKS[hook] == "low_rank" and min(gradient.flatten(1).shape if gradient.ndim > 1 else (1,)) > 32:
                 continue  # here something is left out
             expected = mean_over_ranks(gradient.double()).cpu()
+            size = mean_over_ranks(gradient.double().abs()).norm().cpu()  # rounding is relative to what is summed
             if HOOKS[hook] == "low_rank" and hook.startswith("batched"):
                 assert mean.isfinite().all()
                 continue
-            assert (mean.double() - expected).norm() <= allowed * expected.norm(), (step, tuple(gradient.shape))
+            assert (mean.double() - expected).norm() <= allowed * size, (step, tuple(gradient.shape))
             everywhere = [torch.empty_like(mean).cuda() for _ in range(2)]
             dist.all_gather(everywhere, mean.cuda())
             assert torch.equal(*everywhere), f"{tuple(gradient.shape)} differs between ranks"
@@ -171,7 +172,7 @@ def _launches(hook: str, arguments: dict[str, Any], matrices: int) -> int:
         ("power_sgd", {"rank": 1, "start_iteration": 0}, 17),
         ("power_sgd", {"rank": 4, "start_iteration": 0}, 17),
         ("batched_power_sgd", {"rank": 4, "start_iteration": 0}, 17),
-        ("int8", {"error_feedback": True}, 10),
+        ("int8", {"error_feedback": True}, 12),
         ("fp16", {}, 6),
     ],
     ids=["power_sgd_1", "power_sgd_4", "batched", "int8", "fp16"],

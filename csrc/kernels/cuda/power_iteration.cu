@@ -3,10 +3,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <limits>
 
-#include "kernels/cuda/elements.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/power_iteration.h"
+#include "kernels/cuda/rows.cuh"
 
 namespace lockstep::cuda {
 namespace {
@@ -14,86 +14,13 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
 constexpr int kWarps = kThreads / kLanes;
-constexpr int kWide = 4;                 // elements that a lane holds of one row
 constexpr int kStride = kLanes * kWide;  // elements of a row that a warp holds
 constexpr int kWarpRows = 4;             // rows of a warp
 constexpr int kTileRows = kWarps * kWarpRows;
 constexpr int kTileCols = kStride;  // columns of a block in the second product
 constexpr int kChunkRows = 1024;    // rows that one block sums up there
-constexpr int kOrthoThreads = 1024;
 
 // ---- on the device ----
-
-template <typename State, typename Grad>
-__device__ State as_state(Grad value) {
-  if constexpr (sizeof(State) == sizeof(double)) {
-    return value;
-  } else {
-    return as_float(value);
-  }
-}
-
-template <typename Grad, typename State>
-__device__ Grad from_state(State value) {
-  if constexpr (sizeof(State) == sizeof(double)) {
-    return value;
-  } else {
-    return from_float<Grad>(value);
-  }
-}
-
-template <typename T>
-__device__ T* at(void* data, int64_t first) {
-  return static_cast<T*>(data) + first;
-}
-
-/// Up to kWide neighbours at once.
-template <typename T>
-struct alignas(sizeof(T) * kWide > 16 ? 16 : sizeof(T) * kWide) Few {
-  T values[kWide];
-};
-
-template <typename T>
-__device__ bool allows_few(const T* row, int64_t cols) {
-  return cols % kWide == 0 && reinterpret_cast<uintptr_t>(row) % alignof(Few<T>) == 0;
-}
-
-/// Reads [col, col + kWide) of a row; zeros from `end` on.
-template <typename T>
-__device__ Few<T> read(const T* row, int64_t col, int64_t end, bool whole) {
-  Few<T> few;
-  if (whole && col + kWide <= end) return *reinterpret_cast<const Few<T>*>(row + col);
-#pragma unroll
-  for (int k = 0; k < kWide; ++k) few.values[k] = col + k < end ? row[col + k] : from_float<T>(0.0F);
-  return few;
-}
-
-template <typename T>
-__device__ void write(T* row, int64_t col, int64_t end, bool whole, const Few<T>& few) {
-  if (whole && col + kWide <= end) {
-    *reinterpret_cast<Few<T>*>(row + col) = few;
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kWide; ++k) {
-    if (col + k < end) row[col + k] = few.values[k];
-  }
-}
-
-/// The last matrix whose first tile, by `first`, is not behind this block's.
-__device__ const FactoredMatrix& matrix_of_block(const FactoredBucket& bucket, int32_t FactoredMatrix::*first) {
-  int low = 0;
-  int high = bucket.count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (bucket.matrices[middle].*first <= static_cast<int32_t>(blockIdx.x)) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return bucket.matrices[low];
-}
 
 /// Columns [first, first + kRank) of a row of a factor; zeros from `rank` on.
 template <typename State, int kRank>
@@ -320,100 +247,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The sum over the block of the values of one column, which a thread in `width` holds; for each column by itself.
-template <typename State>
-__device__ State sum_of_column(State value, int width, State (*shared)[kLanes]) {
-  const int lane = threadIdx.x % kLanes;
-  for (int step = kLanes / 2; step >= width; step /= 2) value += __shfl_xor_sync(~0U, value, step);
-  __syncthreads();  // the last sums have been read
-  if (lane < width) shared[threadIdx.x / kLanes][lane] = value;
-  __syncthreads();
-  State sum = 0;
-  for (int warp = 0; warp < kOrthoThreads / kLanes; ++warp) sum += shared[warp][lane % width];
-  return sum;
-}
-
-/// Something between -1 and 1 for a column that has to be made up.
-__device__ float made_up(uint32_t row, uint32_t col) {
-  uint32_t word = row * 0x9e3779b9U ^ (col + 1) * 0x85ebca6bU;
-  word ^= word >> 16;
-  word *= 0xc2b2ae35U;
-  word ^= word >> 13;
-  return static_cast<float>(word >> 8) * (2.0F / (1 << 24)) - 1.0F;
-}
-
-/// Modified Gram-Schmidt, once. Neighbouring lanes hold neighbouring columns of a row, as they lie in memory. Removing
-/// column i from those behind it and the products for column i + 1 take one sweep over the rows. With `replaces`, a
-/// column that the ones before it leave next to nothing of is made up; only the next pass makes that one orthogonal.
-template <typename State>
-__device__ void gram_schmidt(State* factor, int64_t rows, int rank, State epsilon, bool replaces,
-                             State (*shared)[kLanes]) {
-  int width = 1;  // lanes of a row
-  while (width < rank) width *= 2;
-  const int col = static_cast<int>(threadIdx.x) % width;
-  const int64_t own = threadIdx.x / width;
-  const int64_t step = kOrthoThreads / width;
-  const auto value_at = [&](int64_t row) { return col < rank && row < rows ? factor[row * rank + col] : State(0); };
-
-  State sum = 0;     // of column i with this one
-  State square = 0;  // of this one as it came
-  for (int64_t base = 0; base < rows; base += step) {
-    const State value = value_at(base + own);
-    sum += __shfl_sync(~0U, value, 0, width) * value;
-    square += value * value;
-  }
-  sum = sum_of_column(sum, width, shared);
-  square = sum_of_column(square, width, shared);
-
-  constexpr State kDependent = sizeof(State) == 8 ? 1e-24 : 1e-10;
-  for (int i = 0; i < rank; ++i) {
-    const State own_sum = __shfl_sync(~0U, sum, i, width);
-    const bool gone = replaces && own_sum <= kDependent * __shfl_sync(~0U, square, i, width);
-    const State norm = sqrt(own_sum) + epsilon;
-    const State to_unit = norm == State(0) ? State(0) : State(1) / norm;
-    const State share = gone ? State(0) : sum * to_unit;
-    sum = 0;
-#pragma unroll 4
-    for (int64_t base = 0; base < rows; base += step) {
-      const int64_t row = base + own;
-      State value = value_at(row);
-      if (col == i) value = gone ? static_cast<State>(made_up(static_cast<uint32_t>(row), i)) : value * to_unit;
-      const State unit = __shfl_sync(~0U, value, i, width);
-      if (col > i) value -= share * unit;
-      if (col >= i && col < rank && row < rows) factor[row * rank + col] = value;
-      if (row >= rows) value = 0;
-      sum += __shfl_sync(~0U, value, min(i + 1, width - 1), width) * value;
-    }
-    sum = sum_of_column(sum, width, shared);
-  }
-}
-
-/// A block per matrix.
-template <typename State>
-__global__ void __launch_bounds__(kOrthoThreads)
-    orthonormalize(const __grid_constant__ FactoredBucket bucket, Factor which, double epsilon) {
-  const FactoredMatrix& matrix = bucket.matrices[blockIdx.x];
-  State* flag = at<State>(bucket.flags, blockIdx.x);
-  const bool is_p = which == Factor::kP;
-  State* factor = is_p ? at<State>(bucket.p, matrix.p) : at<State>(bucket.q, matrix.q);
-  const int64_t rows = is_p ? matrix.rows : matrix.cols;
-  if (!is_p) {
-    if (threadIdx.x == 0) *flag = 0;
-  } else {
-    bool finite = isfinite(*flag) && *flag == State(0);
-    for (int64_t k = threadIdx.x; k < rows * matrix.rank; k += kOrthoThreads) finite = finite && isfinite(factor[k]);
-    if (!__syncthreads_and(finite)) {
-      if (threadIdx.x == 0) *flag = 1;
-      return;
-    }
-  }
-  __shared__ State shared[kOrthoThreads / kLanes][kLanes];
-  // Up to two columns exactly as torch does, which also leaves a column of zeros alone.
-  const bool twice = matrix.rank > 2;
-  gram_schmidt(factor, rows, matrix.rank, twice ? State(0) : static_cast<State>(epsilon), twice, shared);
-  if (twice) gram_schmidt(factor, rows, matrix.rank, State(0), false, shared);
-}
-
 // ---- on the host ----
 
 constexpr int32_t kFactorColumns = 8;  // that a kernel holds at once, at most
@@ -447,19 +280,10 @@ cudaError_t with_state(FactoredBucket bucket, const Launch& launch) {
   return with_types(bucket, launch);
 }
 
-template <typename... Args>
-cudaError_t launch_on(cudaStream_t stream, void (*kernel)(Args...), dim3 blocks, int threads, Args... args) {
-  void* parameters[] = {&args...};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, dim3(static_cast<unsigned>(threads)),
-                          parameters, 0, stream);
-}
-
 template <typename T>
 int32_t pieces(T whole, T piece) {
   return static_cast<int32_t>((whole + piece - 1) / piece);
 }
-
-dim3 blocks(int32_t x, int32_t y = 1) { return {static_cast<unsigned>(x), static_cast<unsigned>(y)}; }
 
 }  // namespace
 
@@ -481,11 +305,6 @@ int64_t place_tiles(FactoredMatrix* matrices, FactoredBucket& bucket) {
     partial += matrix.row_chunks * matrix.cols * matrix.rank;
   }
   return partial;
-}
-
-cudaError_t launch_orthonormalize(const FactoredBucket& bucket, Factor factor, double epsilon, cudaStream_t stream) {
-  const auto kernel = bucket.element == Element::kDouble ? &orthonormalize<double> : &orthonormalize<float>;
-  return launch_on(stream, kernel, blocks(bucket.count), kOrthoThreads, bucket, factor, epsilon);
 }
 
 cudaError_t launch_first_product(const FactoredBucket& bucket, bool error_feedback, cudaStream_t stream) {
