@@ -87,7 +87,8 @@ void run(int count, char** values) {
                 steps = arguments.whole("steps", 4, 1);
   arguments.finish();
   const ProcessGroup group = lockstep::init_process_group_from_env(lockstep::GroupOptions{}.allow_single(true));
-  if (group.device().is_cpu()) torch::set_num_threads(1);
+  // data_parallel drives each GPU from a thread of this pool; torchrun allows one thread by default.
+  torch::set_num_threads(group.device().is_cpu() ? 1 : group.size());
 
   const std::vector<Contender> contenders = make_contenders(sizes, depth, group);
   for (const Contender& contender : contenders) (void)measure(contender, 3, group);

@@ -10,12 +10,12 @@ import pytest
 
 from cpp_programs import ROOT, WORKER, by_hand, launch
 
-#: In seconds. Loading torch takes a minute of processor time there, most of it before ranks meet.
-HANG = 900
+#: In seconds. Each rank takes two minutes of processor time, half of it to load torch.
+HANG = 1800
 
 
 def _patiently(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return by_hand(rank, world_size, port) | {"FRONT_WORKER_PATIENCE": "300", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return by_hand(rank, world_size, port) | {"FRONT_WORKER_PATIENCE": "600", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def _errors_of_ours(report: Path) -> list[str]:
