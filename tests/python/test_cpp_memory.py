@@ -11,7 +11,7 @@ import pytest
 from cpp_programs import ROOT, WORKER, by_hand, launch
 
 #: In seconds. Each rank takes two minutes of processor time, half of it to load torch.
-HANG = 1800
+HANG = 3600
 
 
 def _patiently(rank: int, world_size: int, port: int) -> dict[str, str]:
