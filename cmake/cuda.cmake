@@ -8,12 +8,14 @@
 #   lockstep_cudart              headers and library of the CUDA runtime (CUDA builds only)
 #   lockstep_cuda                the same, torch's CUDA part and NCCL (CUDA builds only)
 #   LOCKSTEP_CUDA_RPATH          where an installed liblockstep.so finds them beside torch
+#   LOCKSTEP_CUDA_LINK_DIRS      where they are on this machine
 #   LOCKSTEP_NCCL_VERSION        of nccl.h, as 2.28.9
 
 set(LOCKSTEP_WITH_CUDA OFF)
 set(LOCKSTEP_WITH_NCCL OFF)
 set(LOCKSTEP_NCCL_VERSION)
 set(LOCKSTEP_CUDA_RPATH)
+set(LOCKSTEP_CUDA_LINK_DIRS)
 set(lockstep_device_sources csrc/kernels/no_cuda.cpp csrc/comm/no_nccl.cpp)
 
 string(TOLOWER "${LOCKSTEP_CUDA}" lockstep_cuda_wanted)
@@ -119,6 +121,7 @@ add_library(lockstep_cuda INTERFACE)
 target_link_libraries(lockstep_cuda INTERFACE
   lockstep_cudart ${LibTorch_DIR}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}c10_cuda${CMAKE_SHARED_LIBRARY_SUFFIX})
 set(LOCKSTEP_CUDA_RPATH "$ORIGIN/../../nvidia/cu${lockstep_cuda_major}/lib")
+cmake_path(GET LOCKSTEP_CUDART PARENT_PATH LOCKSTEP_CUDA_LINK_DIRS)
 
 # Fast to compile because no header of torch comes near it.
 add_library(lockstep_cuda_kernels OBJECT csrc/kernels/cuda/cast.cu csrc/kernels/cuda/pack.cu
@@ -148,6 +151,8 @@ if(LOCKSTEP_NCCL_INCLUDE AND LOCKSTEP_NCCL)
   target_link_libraries(lockstep_cuda INTERFACE
     ${LOCKSTEP_NCCL} ${LibTorch_DIR}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}torch_cuda${CMAKE_SHARED_LIBRARY_SUFFIX})
   list(APPEND LOCKSTEP_CUDA_RPATH "$ORIGIN/../../nvidia/nccl/lib")
+  cmake_path(GET LOCKSTEP_NCCL PARENT_PATH nccl_dir)
+  list(APPEND LOCKSTEP_CUDA_LINK_DIRS ${nccl_dir})
   list(APPEND lockstep_device_sources
     csrc/comm/flights.cpp csrc/comm/nccl_backend.cpp csrc/comm/nccl_communicator.cpp csrc/comm/nccl_handle.cpp
     csrc/comm/nccl_watchdog.cpp)

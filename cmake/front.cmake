@@ -22,6 +22,13 @@ lockstep_add_front_program(gpt examples csrc/examples/gpt.cpp)
 if(LOCKSTEP_TESTS)
   lockstep_add_front_program(front_worker front tests/cpp/front/front_worker.cpp)
   lockstep_add_front_program(cpp_step front benchmarks/cpp_step.cpp)
+  lockstep_add_front_program(cpp_images front benchmarks/cpp_images.cpp
+    benchmarks/$<IF:$<BOOL:${LOCKSTEP_WITH_CUDA}>,cpp_data_parallel,cpp_no_data_parallel>.cpp)
+  if(LOCKSTEP_WITH_CUDA)  # torch::nn::parallel lies in torch's CUDA library
+    target_link_libraries(cpp_images PRIVATE
+      ${LibTorch_DIR}/lib/${CMAKE_SHARED_LIBRARY_PREFIX}torch_cuda${CMAKE_SHARED_LIBRARY_SUFFIX} lockstep_cuda)
+  endif()
   lockstep_add_front_program(lockstep_front_tests front
-    tests/cpp/front/front_failures_test.cpp tests/cpp/front/front_test.cpp)
+    tests/cpp/front/endings_test.cpp tests/cpp/front/front_failures_test.cpp tests/cpp/front/front_test.cpp
+    tests/cpp/front/own_code_test.cpp)
 endif()

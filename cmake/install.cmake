@@ -9,8 +9,11 @@ include(CMakePackageConfigHelpers)
 set(config_dir lib/cmake/lockstep)
 string(REGEX MATCH "^[0-9]+\\.[0-9]+" LibTorch_VERSION_MINOR_ONLY ${LibTorch_VERSION})
 
+# First beside the engine, as in site-packages, so that a package may be moved together with its torch; then where torch
+# was when this was built: an engine that was installed in place (pip install -e) or under a prefix has no torch beside it.
+# INSTALL_RPATH_USE_LINK_PATH would leave out a torch below the source folder, such as that of .venv.
 set_target_properties(lockstep PROPERTIES
-  INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;${LOCKSTEP_CUDA_RPATH}" INSTALL_RPATH_USE_LINK_PATH ON)
+  INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;${LOCKSTEP_CUDA_RPATH};${LibTorch_DIR}/lib;${LOCKSTEP_CUDA_LINK_DIRS}")
 install(TARGETS lockstep EXPORT lockstep_targets LIBRARY DESTINATION lib COMPONENT cpp)
 install(DIRECTORY csrc/lockstep/ DESTINATION include/lockstep COMPONENT cpp FILES_MATCHING PATTERN "*.h")
 install(DIRECTORY csrc/ DESTINATION include/lockstep/engine COMPONENT cpp

@@ -15,6 +15,7 @@
 
 #include "comm/backends.h"
 #include "core/error.h"
+#include "lockstep/connections.h"
 #include "lockstep/meeting.h"
 #include "lockstep/rendezvous.h"
 
@@ -107,22 +108,10 @@ struct ProcessGroup::State {
   std::string backend;
   GroupOptions options;
   GlooPlace place;
-  bool is_world = true;
   bool serves_store = false;
   mutable std::atomic<int> barriers = 0;
   mutable std::atomic<int> subgroups = 0;
-
-  ~State() {
-    c10d.reset();
-    if (!is_world || size == 1 || std::uncaught_exceptions() > 0) return;
-    try {
-      // The last one to leave says so; the process that serves the store leaves after it.
-      if (store->add("lockstep/left", 1) == size) store->set("lockstep/all_left", std::string("1"));
-      if (serves_store)
-        store->wait({"lockstep/all_left"}, std::min<std::chrono::milliseconds>(kFarewell, options.timeout()));
-    } catch (const std::exception&) {  // a rank or the store has gone before: nobody to wait for
-    }
-  }
+  std::shared_ptr<Connections> connections{};  // of the world; null until it stands: nobody is to be waited for
 
   [[nodiscard]] Meeting meeting(std::string key, std::string what, std::chrono::milliseconds timeout) const {
     return {.store = store,
@@ -220,8 +209,9 @@ ProcessGroup ProcessGroup::new_group(const std::vector<int>& ranks) const {
   sub->options = self.options;
   sub->place = self.place;
   sub->serves_store = self.serves_store;
-  sub->is_world = false;
   sub->connect(self.c10d->getGroupName() + "/" + key);
+  self.connections->add(sub->c10d);
+  sub->connections = self.connections;
   return ProcessGroup(std::move(sub));
 }
 
@@ -232,8 +222,6 @@ ProcessGroup init_process_group(const Launch& launch, const GroupOptions& option
   state->size = launch.world_size;
   state->local_rank = launch.local_rank.value_or(0);
   state->options = options;
-  // Until the world stands, nobody is to be waited for.
-  state->is_world = false;
   std::string name = options.name();
   if (store) {
     state->store = std::move(store);
@@ -255,7 +243,13 @@ ProcessGroup init_process_group(const Launch& launch, const GroupOptions& option
       launch.rank);
   if (state->backend == "nccl") state->device = use_gpu(state->local_rank);
   state->connect(name);
-  state->is_world = true;
+  state->connections = std::make_shared<Connections>(
+      Connections::World{.store = state->store,
+                         .rank = state->rank,
+                         .size = state->size,
+                         .serves_store = state->serves_store,
+                         .patience = std::min<std::chrono::milliseconds>(kFarewell, options.timeout())});
+  state->connections->add(state->c10d);
   return ProcessGroup(std::move(state));
 }
 

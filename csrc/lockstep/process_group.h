@@ -34,9 +34,11 @@ class GroupOptions {
 
 /// The ranks that train together: a handle, cheap to copy. Empty (false) on ranks that are not in the group.
 ///
-/// Collectives of your own go through `c10d()`, in the same order on every rank. When the last handle of a world goes,
-/// the rank that serves the store waits for the others, up to 10 s, so that none of them loses it while it still needs
-/// it; not while an exception is on its way. One thread at a time may use a group.
+/// Collectives of your own go through `c10d()`, in the same order on every rank. When the last handle of a world and of
+/// its subgroups goes, ranks wait for each other, up to 10 s, and then end their connections together: so none of them
+/// loses the store or a collective that it still needs. A rank that leaves because of an exception does not wait, and
+/// aborts its collectives. Connections of a subgroup stay open until the world ends. One thread at a time may use a
+/// group.
 class ProcessGroup {
  public:
   /// A group without this rank.
@@ -52,6 +54,7 @@ class ProcessGroup {
   /// Where this rank's model belongs: its GPU, which is also the current one, with NCCL, and the CPU with gloo.
   [[nodiscard]] at::Device device() const;
   [[nodiscard]] std::chrono::milliseconds timeout() const;
+  /// Of no more use when the last handle has gone.
   [[nodiscard]] const c10::intrusive_ptr<c10d::ProcessGroup>& c10d() const;
   /// Shared by the ranks of the group; keys of your own must not begin with "lockstep".
   [[nodiscard]] const c10::intrusive_ptr<c10d::Store>& store() const;

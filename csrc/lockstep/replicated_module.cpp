@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -118,7 +119,10 @@ void ReplicatedModule::start() {
   ParamList frozen;
   for (size_t i = 0; i < tensors_.parameters.size(); ++i) {
     const at::Tensor& parameter = tensors_.parameters[i];
+    const bool trained = parameter.requires_grad() && !ignored_.contains(tensors_.parameter_names[i]);
     kinds_.push_back(parameter.options());
+    shapes_.push_back(parameter.sizes().vec());
+    accumulators_.push_back(trained ? torch::autograd::impl::grad_accumulator(parameter) : compat::NodePtr());
     if (parameter.requires_grad() || ignored_.contains(tensors_.parameter_names[i])) continue;
     frozen.tensors.push_back(parameter);
     frozen.names.push_back(tensors_.parameter_names[i]);
@@ -148,6 +152,12 @@ void ReplicatedModule::raise(Code code, const std::string& text) {
 void ReplicatedModule::check_unchanged() {
   for (size_t i = 0; i < kinds_.size(); ++i) {
     const at::Tensor& parameter = tensors_.parameters[i];
+    if (parameter.sizes() != shapes_[i]) {
+      raise(Code::kModuleChanged,
+            fmt::format("parameter '{}' had the shape [{}] when the module was wrapped and has [{}] now. Buckets were "
+                        "laid out for the former: wrap the module again, or load a file that was saved from it.",
+                        tensors_.parameter_names[i], fmt::join(shapes_[i], ", "), fmt::join(parameter.sizes(), ", ")));
+    }
     if (parameter.scalar_type() == kinds_[i].dtype() && parameter.device() == kinds_[i].device()) continue;
     raise(Code::kModuleChanged,
           fmt::format("parameter '{}' was {} when the module was wrapped and is {} now. Buckets were laid out for the "
@@ -156,9 +166,23 @@ void ReplicatedModule::check_unchanged() {
   }
 }
 
+/// torch::load gives parameters their values by `set_`, for which autograd forgets the node that the reducer listens
+/// to, and makes another one in the next forward. Nothing else about the parameter has changed, so it gets its own
+/// back.
+void ReplicatedModule::listen_again() {
+  namespace impl = torch::autograd::impl;
+  for (size_t i = 0; i < accumulators_.size(); ++i) {
+    const at::Tensor& parameter = tensors_.parameters[i];
+    if (!accumulators_[i] || !parameter.requires_grad()) continue;
+    if (impl::try_get_grad_accumulator(parameter) == accumulators_[i]) continue;
+    impl::set_grad_accumulator(parameter, compat::WeakNodePtr(accumulators_[i]));
+  }
+}
+
 void ReplicatedModule::before_forward(bool training) {
   if (!replica_) return;
   check_unchanged();
+  listen_again();
   const bool builds_graph = at::GradMode::is_enabled();
   if (builds_graph && reduces_) {
     if (options_.check_sync_every() > 0 && ++reduced_forwards_ % options_.check_sync_every() == 0) assert_in_sync();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "api/replica.h"
+#include "compat.h"
 #include "lockstep/options.h"
 #include "lockstep/process_group.h"
 
@@ -65,6 +66,7 @@ class ReplicatedModule {
  private:
   void start();
   void check_unchanged();
+  void listen_again();
   void sync_buffers();
   [[noreturn]] void raise(Code code, const std::string& text);
 
@@ -74,9 +76,11 @@ class ReplicatedModule {
   std::set<std::string> ignored_;
   at::Device device_ = at::kCPU;           // of the first trainable parameter
   std::vector<c10::TensorOptions> kinds_;  // of the parameters when they were wrapped
-  bool reduces_ = true;                    // what the user's switch says
-  bool buffers_due_ = true;                // the last forward with a graph was reduced
-  bool local_gradients_ = false;           // what `no_sync` left is still of this rank only
+  std::vector<std::vector<int64_t>> shapes_;
+  std::vector<compat::NodePtr> accumulators_;  // where the reducer listens; null for what is not trained
+  bool reduces_ = true;                        // what the user's switch says
+  bool buffers_due_ = true;                    // the last forward with a graph was reduced
+  bool local_gradients_ = false;               // what `no_sync` left is still of this rank only
   int64_t reduced_forwards_ = 0;
   std::unique_ptr<Replica> replica_;
 };

@@ -6,76 +6,21 @@ import contextlib
 import json
 import os
 import re
-import socket
+import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import lockstep
-
-ROOT = Path(__file__).parents[2]
-BUILD = Path(os.environ.get("LOCKSTEP_BUILD_DIR", ROOT / "build" / "release"))
-WORKER = BUILD / "front" / "front_worker"
-DIGITS, GPT = BUILD / "examples" / "digits", BUILD / "examples" / "gpt"
-
-#: In seconds. Everything here takes a few on an idle machine.
-HANG = 100
-
-Result = tuple[int, str, str]
-
-
-def by_hand(rank: int, world_size: int, port: int) -> dict[str, str]:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {"RANK": str(rank), "WORLD_SIZE": str(world_size)} | where
-
-
-def by_mpirun(rank: int, world_size: int, port: int) -> dict[str, str]:
-    names = {"RANK": rank, "SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_SIZE": world_size}
-    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()} | {"MASTER_PORT": str(port)}
-
-
-def launch(
-    *command: object,
-    ranks: tuple[int, ...] = (0, 1),
-    world_size: int = 2,
-    how: Callable[[int, int, int], dict[str, str]] = by_hand,
-) -> list[Result]:
-    """Run ``command`` as each of ``ranks``; return exit status, stdout and stderr of each. None outlives the call."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            list(map(str, command)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | how(rank, world_size, port),
-        )
-        for rank in ranks
-    ]
-    try:
-        deadline = time.monotonic() + HANG
-        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
-
-
-def report_of(results: list[Result]) -> dict[str, Any]:
-    """The JSON object that rank 0 printed last."""
-    assert [status for status, _, _ in results] == [0] * len(results), results
-    return json.loads(results[0][1].splitlines()[-1])
-
+from cpp_programs import BUILD, DIGITS, GPT, HANG, ROOT, WORKER, by_mpirun, free_port, launch, report_of
 
 # ---- the same gradients as from Python ----
 
@@ -127,6 +72,31 @@ def test_gradients_are_those_of_the_python_front_bit_for_bit(ranks, tmp_path):
         assert got == wanted, f"rank {rank} differs"
 
 
+def _weights_from_python(engine: str) -> bytes:
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    wrapper = lockstep.DistributedDataParallel if engine == "lockstep" else nn.parallel.DistributedDataParallel
+    model = wrapper(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        images = ((torch.arange(8 * 784) * 5 + 11 * dist.get_rank() + 3 * step) % 13 - 6).float().view(8, 784) / 8
+        labels = (torch.arange(8) + dist.get_rank() + step) % 10
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+
+
+def test_a_seed_gives_the_weights_that_it_gives_in_python(ranks, tmp_path):
+    """https://github.com/pytorch/pytorch/issues/48959"""
+    assert [status for status, _, _ in launch(WORKER, "weights", tmp_path / "out")] == [0, 0]
+    first, second = (np.frombuffer((tmp_path / f"out.{rank}").read_bytes(), np.float32) for rank in (0, 1))
+    assert np.array_equal(first, second)
+    for engine in ("lockstep", "torch"):
+        wanted = np.frombuffer(ranks.run(_weights_from_python, engine)[0], np.float32)
+        np.testing.assert_allclose(first, wanted, rtol=0, atol=1e-7)
+
+
 # ---- the example programs ----
 
 
@@ -157,6 +127,21 @@ def test_digits_learn_and_a_resumed_run_is_the_uninterrupted_one(digits_file, tm
     refused = launch(DIGITS, *options[:2], *checkpoint, "--resume")  # with another batch size
     assert [status for status, _, _ in refused] == [2, 2]
     assert "was written with" in refused[0][2]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+def test_mpirun_starts_ranks_that_find_each_other(digits_file):
+    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"}
+    env = {name: value for name, value in os.environ.items() if name not in own}
+    env |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}  # 29500, without it, may be another test's
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+    command += [str(DIGITS), "--data", str(digits_file), "--epochs", "1"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["world_size"] == 2
+    assert report["rank_difference"] == 0.0
 
 
 def test_gpt_learns_a_text(tmp_path):
@@ -218,12 +203,20 @@ def test_two_hosts_under_torchrun(two_hosts):
 
 
 def test_two_worlds_after_each_other_and_a_rank_that_is_killed():
-    assert [status for status, _, _ in launch(WORKER, "train", "5")] == [0, 0]
+    for status, _, errors in launch(WORKER, "train", "5"):
+        assert status == 0, errors
+        assert "leaves without" not in errors  # each rank has waited for the other one, and so ended well
     survivor, killed = launch(WORKER, "train", "1000", "1", "5")
     assert killed[0] == -9
     assert survivor[0] == 3, survivor
     assert "lockstep::Error" in survivor[2]
     assert "rank 1" in survivor[2]
+
+
+def test_a_forked_child_leaves_the_group_alone():
+    results = launch(WORKER, "fork")
+    assert [status for status, _, _ in results] == [0, 0], results
+    assert results[0][1].splitlines() == ["trained 3 steps on 2 ranks"]
 
 
 def test_says_which_variable_or_rank_is_missing():
@@ -255,8 +248,7 @@ def test_the_library_knows_nothing_of_python():
 
 
 def test_the_template_project_builds_against_the_package(tmp_path, monkeypatch):
-    # A package that was installed in place (pip install -e) has no torch beside it, where the engine looks for it.
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(Path(torch.__file__).parent / "lib"))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)  # engine and program find torch by themselves
     asked = [sys.executable, "-m", "lockstep", "--cmake-prefix-path"]
     prefix = subprocess.run(asked, check=True, capture_output=True, text=True, timeout=HANG).stdout.strip()
     paths = f"-DCMAKE_PREFIX_PATH={prefix};{torch.utils.cmake_prefix_path}"

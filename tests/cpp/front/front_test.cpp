@@ -4,71 +4,22 @@
 
 #include <map>
 
+#include "nets.h"
 #include "threads.h"
 
 namespace lockstep {
 namespace {
 
+using testing::batch_of;
+using testing::expect_near;
+using testing::expected;
+using testing::filled;
+using testing::gradients;
 using ::testing::HasSubstr;
+using testing::loss_of;
+using testing::Net;
 using testing::on_ranks;
 using torch::Tensor;
-
-/// Two layers, one of which may be left out, and a buffer.
-struct NetImpl : torch::nn::Module {
-  explicit NetImpl(int64_t inputs = 6)
-      : first(register_module("first", torch::nn::Linear(inputs, 8))),
-        second(register_module("second", torch::nn::Linear(8, 3))),
-        side(register_module("side", torch::nn::Linear(8, 3))) {}
-  Tensor forward(const Tensor& x, bool with_side = true) {
-    const Tensor hidden = torch::tanh(first(x));
-    return with_side ? second(hidden) + side(hidden) : second(hidden);
-  }
-  torch::nn::Linear first, second, side;
-};
-TORCH_MODULE(Net);
-
-/// The same weights on every rank, although ranks are threads that share a random generator.
-template <typename Module>
-Module filled(Module module) {
-  const torch::NoGradGuard no_grad;
-  double start = 0;
-  for (Tensor& parameter : module->parameters()) {
-    parameter.copy_(torch::sin(torch::arange(parameter.numel(), torch::kDouble) + start++).view(parameter.sizes()) *
-                    0.3);
-  }
-  return module;
-}
-
-Tensor batch_of(int rank, int64_t samples = 4, int64_t inputs = 6) {
-  return torch::cos(torch::arange(samples * inputs, torch::kDouble) * 0.7 + rank * 11)
-      .view({samples, inputs})
-      .to(torch::kFloat);
-}
-
-std::vector<Tensor> gradients(const std::vector<Tensor>& parameters) {
-  std::vector<Tensor> all;
-  for (const Tensor& parameter : parameters)
-    all.push_back(parameter.grad().defined() ? parameter.grad().clone() : Tensor());
-  return all;
-}
-
-/// What one process computes for the mean of the ranks' losses.
-std::vector<Tensor> expected(int world, const std::function<Tensor(Net&, int)>& loss) {
-  Net net = filled(Net());
-  for (int rank = 0; rank < world; ++rank) (loss(net, rank) / world).backward();
-  return gradients(net->parameters());
-}
-
-void expect_near(const std::vector<Tensor>& got, const std::vector<Tensor>& wanted, double tolerance) {
-  ASSERT_EQ(got.size(), wanted.size());
-  for (size_t i = 0; i < got.size(); ++i) {
-    ASSERT_EQ(got[i].defined(), wanted[i].defined()) << i;
-    if (!got[i].defined()) continue;
-    EXPECT_LE((got[i] - wanted[i]).abs().max().item<double>(), tolerance) << i;
-  }
-}
-
-Tensor loss_of(const Tensor& output) { return output.square().mean(); }
 
 TEST(CppFront, EveryOptionGivesTheMeanOverRanks) {
   const auto wanted = expected(2, [](Net& net, int rank) { return loss_of(net(batch_of(rank))); });
@@ -304,8 +255,9 @@ TEST(CppFront, FindsTensorsInTuplesVectorsMapsAndStructs) {
   EXPECT_EQ(tensors_in(c10::IValue(std::vector<Tensor>{torch::ones(1), torch::ones(2)})).size(), 2);
 }
 
-TEST(CppFront, SavesWhatTheModuleItselfWouldSave) {
-  on_ranks(1, [](const ProcessGroup& group) {
+TEST(CppFront, SavesAndLoadsWhatTheModuleItselfWould) {
+  const auto wanted = expected(2, [](Net& net, int rank) { return loss_of(net(batch_of(rank))); });
+  on_ranks(2, [&](const ProcessGroup& group) {
     DistributedDataParallel model(filled(Net()), group);
     std::stringstream file;
     torch::save(model, file);
@@ -314,11 +266,34 @@ TEST(CppFront, SavesWhatTheModuleItselfWouldSave) {
     EXPECT_TRUE(at::equal(plain->second->weight, model.module()->second->weight));
     std::stringstream of_plain;
     torch::save(plain, of_plain);
-    DistributedDataParallel other(Net(), group);
-    torch::load(other, of_plain);
-    EXPECT_TRUE(at::equal(other.module()->first->weight, plain->first->weight));
-    loss_of(other(batch_of(0))).backward();
-    EXPECT_TRUE(other.module()->first->weight.grad().defined());
+    for (const bool through_wrapper : {true, false}) {
+      DistributedDataParallel other(Net(), group, Options{}.strict(true));
+      const std::string bytes = of_plain.str();
+      for (int step = 0; step < 2; ++step) {
+        other.zero_grad();
+        loss_of(other(batch_of(group.rank() + 5))).backward();
+        other.zero_grad();
+        std::stringstream copy(bytes);
+        if (through_wrapper) {
+          torch::load(other, copy);
+        } else {
+          Net net = other.module();
+          torch::load(net, copy);
+        }
+        EXPECT_TRUE(at::equal(other.module()->first->weight, plain->first->weight));
+        loss_of(other(batch_of(group.rank()))).backward();
+        expect_near(gradients(other.parameters()), wanted, 1e-6);  // reduced also after parameters were loaded
+      }
+    }
+    DistributedDataParallel wider(Net(7), group);
+    torch::load(wider, of_plain);
+    try {
+      (void)wider(batch_of(group.rank()));
+      ADD_FAILURE() << "another shape went unnoticed";
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(),
+                  HasSubstr("'first.weight' had the shape [8, 7] when the module was wrapped and has [8, 6]"));
+    }
   });
 }
 
