@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <sstream>
 
 #include "core/error.h"
 
@@ -94,18 +93,20 @@ uint64_t FactorSeeds::next() {
   constexpr uint32_t kMask = (uint32_t{1} << 30) - 1;  // the smallest that covers the range
   uint32_t value = 0;
   do {
-    value = static_cast<uint32_t>(engine_()) & kMask;
+    value = engine_() & kMask;
   } while (value >= kSeeds);
   return value;
 }
 
+// Not by the stream operators of std::mt19937: where two copies of the C++ library meet in one process, as with some
+// builds of torch, looking for a stream's locale has crashed.
+
 at::Tensor FactorSeeds::state() const {
-  std::ostringstream text;
-  text << engine_;
-  std::istringstream words(text.str());
+  const at::mt19937_data_pod data = engine_.data();
   at::Tensor state = at::empty({kEngineWords + 1}, at::dtype(at::kLong));
   auto* out = state.mutable_data_ptr<int64_t>();
-  for (int64_t i = 0; i <= kEngineWords; ++i) words >> out[i];
+  std::copy(data.state_.begin(), data.state_.end(), out);
+  out[kEngineWords] = data.left_ == 1 ? kEngineWords : data.next_;  // all of them have been used
   return state;
 }
 
@@ -116,9 +117,15 @@ void FactorSeeds::set_state(const at::Tensor& state) {
   }
   const at::Tensor dense = state.contiguous();
   const auto* in = dense.const_data_ptr<int64_t>();
-  std::stringstream words;
-  for (int64_t i = 0; i <= kEngineWords; ++i) words << in[i] << ' ';
-  words >> engine_;
+  at::mt19937_data_pod data = engine_.data();
+  std::transform(in, in + kEngineWords, data.state_.begin(), [](int64_t word) { return static_cast<uint32_t>(word); });
+  data.next_ = static_cast<uint32_t>(in[kEngineWords]);
+  data.left_ = static_cast<int>(kEngineWords - in[kEngineWords] + 1);
+  engine_.set_data(data);
+  if (!engine_.is_valid()) {
+    fail(Code::kHookState, "the random state of a comm hook has position {}, which must be from 0 to {}.",
+         in[kEngineWords], kEngineWords);
+  }
 }
 
 void draw_factors(const at::Tensor& q, const std::vector<MatrixGroup>& groups, uint64_t seed, bool as_one) {

@@ -1,8 +1,9 @@
 // Where the matrices of one bucket lie while they are compressed, and the numbers their factors start from.
 #pragma once
 
+#include <ATen/core/MT19937RNGEngine.h>
+
 #include <cstdint>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,7 @@ struct LowRankLayout {
 /// from numpy's RandomState(seed).randint(10**9) as the seed of torch's generator.
 class FactorSeeds {
  public:
-  explicit FactorSeeds(int64_t seed) : engine_(static_cast<uint32_t>(seed)) {}
+  explicit FactorSeeds(int64_t seed) : engine_(static_cast<uint64_t>(seed)) {}
 
   /// The seed of the next bucket.
   uint64_t next();
@@ -54,7 +55,7 @@ class FactorSeeds {
   void set_state(const at::Tensor& state);
 
  private:
-  std::mt19937 engine_;
+  at::mt19937 engine_;
 };
 
 /// Fills Q of every group.

@@ -8,7 +8,7 @@ void bind_communicator(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
   py::class_<C10dCommunicator, std::shared_ptr<C10dCommunicator>>(
-      m, "Communicator", "A process group as the engine sees it. Every call waits for its end.")
+      m, "Communicator", kDestroyedWithoutGil, "A process group as the engine sees it. Every call waits for its end.")
       .def(py::init<Group>(), py::arg("process_group"))
       .def("rank", &C10dCommunicator::rank)
       .def("size", &C10dCommunicator::size)

@@ -73,7 +73,7 @@ void bind_reducer(py::module_& m) {
       .def_readonly("communication_start", &StepTimes::communication_start)
       .def_readonly("communication_end", &StepTimes::communication_end);
 
-  py::class_<Replica, std::shared_ptr<Replica>> reducer(m, "Reducer");
+  py::class_<Replica, std::shared_ptr<Replica>> reducer(m, "Reducer", kDestroyedWithoutGil);
   reducer
       .def(py::init(&make_replica), py::arg("params"), py::arg("names"), py::arg("expect_sparse_gradients"),
            py::arg("process_group"), py::arg("graph"), py::arg("gradient_as_bucket_view"), py::arg("first_limits"),

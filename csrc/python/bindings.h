@@ -11,6 +11,10 @@ class Replica;
 
 namespace lockstep::python {
 
+/// For classes that may be the last owner of a process group. Its threads drop Python objects while they hold a mutex
+/// that its destructor wants (gloo in torch 2.15): who destroys it with the GIL in hand may wait for ever.
+inline constexpr py::release_gil_before_calling_cpp_dtor kDestroyedWithoutGil;
+
 void bind_communicator(py::module_& m);
 void bind_reducer(py::module_& m);
 void bind_logger(py::module_& m);

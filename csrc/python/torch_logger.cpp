@@ -146,7 +146,7 @@ at::DDPLoggingData TorchLogger::data() {
 }
 
 void bind_logger(py::module_& m) {
-  py::class_<TorchLogger, std::shared_ptr<TorchLogger>, c10d::Logger>(m, "Logger")
+  py::class_<TorchLogger, std::shared_ptr<TorchLogger>, c10d::Logger>(m, "Logger", kDestroyedWithoutGil)
       .def(py::init([](std::shared_ptr<Replica> replica, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                        int64_t bucket_cap_bytes, bool find_unused_parameters, bool gradient_as_bucket_view) {
              return std::make_shared<TorchLogger>(
