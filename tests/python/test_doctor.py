@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import operator
 import types
 from types import SimpleNamespace
 
@@ -110,7 +111,8 @@ def test_the_driver_must_fit_the_runtime(cuda, runtime, usable, status, word):
 class Nvml(types.ModuleType):
     """Two GPUs on a board of the test's choice."""
 
-    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = 0, 0
+    NVML_P2P_CAPS_INDEX_READ = (0,)  # as nvidia-ml-py has it
+    NVML_P2P_STATUS_OK = 0
     NVML_NVLINK_MAX_LINKS, NVML_NVLINK_DEVICE_TYPE_SWITCH = 18, 2
 
     class NVMLError(Exception): ...
@@ -129,7 +131,7 @@ class Nvml(types.ModuleType):
         self.nvmlDeviceGetCurrPcieLinkWidth = lambda _: lanes
         self.nvmlDeviceGetMaxPcieLinkWidth = lambda _: 16
         self.nvmlDeviceGetComputeRunningProcesses = lambda _: [SimpleNamespace(pid=pid) for pid in processes]
-        self.nvmlDeviceGetP2PStatus = lambda *_: 0 if peers else 5
+        self.nvmlDeviceGetP2PStatus = lambda *arguments: (0 if peers else 5) + operator.index(arguments[2])
         self.nvmlDeviceGetTopologyCommonAncestor = lambda *_: 50
         self.nvmlDeviceGetNvLinkState = lambda _, link: link < links
         self.nvmlDeviceGetNvLinkRemoteDeviceType = lambda *_: 2

@@ -115,10 +115,15 @@ def _processes(nvml: Any, handle: Any) -> list[int] | None:
         return None
 
 
+def _number(constant: Any) -> int:
+    """A constant of nvidia-ml-py, of which some releases make tuples by a comma too many."""
+    return constant[0] if isinstance(constant, tuple) else constant
+
+
 def _pair(nvml: Any, name: str, first: Any, second: Any) -> Finding:
     links = _links_between(nvml, first, second)
     try:
-        state = nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_READ)
+        state = nvml.nvmlDeviceGetP2PStatus(first, second, _number(nvml.NVML_P2P_CAPS_INDEX_READ))
         peers = state == nvml.NVML_P2P_STATUS_OK
     except nvml.NVMLError as error:
         return Finding("GPUs", f"GPUs {name}", Status.UNCHECKED, str(error))
