@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import operator
+import sys
 import types
 from types import SimpleNamespace
 
