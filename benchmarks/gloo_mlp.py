@@ -1,12 +1,14 @@
-"""Step time of a 25-million-parameter MLP on two gloo processes: torch tuned against lockstep.
+"""Step time of a 25-million-parameter MLP on two gloo processes: torch tuned against lockstep, and comm hooks.
 
 All engines run in turns within each round and are compared round by round; a block of steps starts at a barrier, and
-the slowest rank counts. Started plainly it spawns its processes; under torchrun it joins those of torchrun.
+the slowest rank counts. Started plainly it spawns its processes; under torchrun it joins those of torchrun. On a slow
+wire, between two network namespaces (as root): two_hosts.sh 1gbit benchmarks/gloo_mlp.py --hooks fp16 power_sgd:rank=2
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import itertools
 import os
 import statistics
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from _contenders import LOCKSTEP_DEFAULT, LOCKSTEP_VIEWS, TORCH_TUNED, Contender, engines
+from _contenders import LOCKSTEP_DEFAULT, LOCKSTEP_VIEWS, TORCH_TUNED, Contender, engines, lockstep_engine, with_options
 from _report import console, print_missing, print_table, write_json
 from torch import nn
 
@@ -51,12 +53,28 @@ class Runner:
         return (time.perf_counter() - start) / count
 
 
+def hooked(text: str) -> Contender:
+    """Our engine with the comm hook ``name:key=value:key=value``, compressing from the first step on."""
+    name, *pairs = text.split(":")
+    arguments = {key: ast.literal_eval(value) for key, value in (pair.split("=") for pair in pairs)}
+    if name.endswith("power_sgd"):
+        arguments.setdefault("start_iteration", 0)
+
+    def wrap(module: nn.Module, group: dist.ProcessGroup, **options: object) -> nn.Module:
+        model = with_options(lockstep_engine())(module, group, **options)
+        model.set_comm_hook(name, **arguments)
+        return model
+
+    return Contender(f"lockstep {text}", wrap)
+
+
 def measure(options: argparse.Namespace) -> None:
     """Run one rank, whose process group exists; rank 0 prints and writes."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     found, missing = engines()
-    wanted = (TORCH_TUNED, LOCKSTEP_DEFAULT, LOCKSTEP_VIEWS)
-    runners = [Runner(contender, options.batch) for contender in found if contender.name in wanted]
+    wanted = (TORCH_TUNED, LOCKSTEP_DEFAULT) if options.hooks else (TORCH_TUNED, LOCKSTEP_DEFAULT, LOCKSTEP_VIEWS)
+    compared = [contender for contender in found if contender.name in wanted] + [hooked(text) for text in options.hooks]
+    runners = [Runner(contender, options.batch) for contender in compared]
     seconds = torch.zeros(options.rounds, len(runners), dtype=torch.float64)
     for first in range(options.rounds):
         for place in range(len(runners)):
@@ -106,6 +124,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="of a contender in a round (default 3)")
     parser.add_argument("--batch", type=int, default=32, help="samples of each process (default 32)")
     parser.add_argument("--world", type=int, default=2, help="processes to start (default 2; torchrun decides itself)")
+    parser.add_argument("--hooks", nargs="+", default=[], metavar="NAME[:KEY=VALUE]", help="comm hooks to compare too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
     return parser.parse_args()
 

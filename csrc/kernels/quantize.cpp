@@ -1,132 +1,173 @@
 #include "kernels/quantize.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
 #include <limits>
 
 namespace lockstep {
 namespace {
 
-constexpr double kLargestCode = 127;
-constexpr int64_t kLow32 = 0xffffffff;
+constexpr float kLargestCode = 127;
+constexpr int64_t kGrain = 64;  // blocks that are worth a thread
 
-at::Tensor blocks_of(const at::Tensor& data) { return data.view({-1, kQuantizationBlock}); }
+/// The elements of a block, and what is known of it.
+struct Block {
+  float values[kQuantizationBlock];
+};
 
-at::Tensor scales_of(const at::Tensor& data) {
-  const at::Tensor largest = blocks_of(data).abs().amax({1});
-  return at::where(at::isfinite(largest), largest.div(kLargestCode), std::numeric_limits<float>::quiet_NaN());
+int64_t record_bytes(const BlockLayout& layout) {
+  return layout.blocks_per_rank * (kQuantizationBlock + static_cast<int64_t>(sizeof(float)));
 }
 
-/// Values in units of their block's scale; zero where that says nothing.
-at::Tensor in_steps(const at::Tensor& data, const at::Tensor& scales) {
-  const at::Tensor steps = blocks_of(data).div(scales.unsqueeze(1));
-  return at::where(at::isfinite(steps), steps, 0).view(-1);
+/// A block's codes, and where its scale lies, within a record.
+int8_t* codes_at(int8_t* record, int64_t block) { return record + block * kQuantizationBlock; }
+int8_t* scale_at(int8_t* record, const BlockLayout& layout, int64_t block) {
+  return record + layout.blocks_per_rank * kQuantizationBlock + block * static_cast<int64_t>(sizeof(float));
 }
 
-at::Tensor as_codes(const at::Tensor& steps) { return steps.clamp_(-kLargestCode, kLargestCode).to(at::kChar); }
-
-/// One multiplication of `mixed`. The product may wrap around: its low 32 bits are right all the same.
-at::Tensor times(const at::Tensor& words, int64_t factor) { return words.mul(factor).bitwise_and_(kLow32); }
-at::Tensor shifted(const at::Tensor& words, int64_t bits) {
-  return words.bitwise_xor(words.bitwise_right_shift(at::Scalar(bits)));
+/// Largest absolute value by 127; NaN where a value is not finite. Compared as integers, which order absolute values
+/// alike and lets the compiler use vectors.
+float scale_of(const Block& block) {
+  constexpr uint32_t kAbsolute = 0x7fffffffU;
+  constexpr uint32_t kInfinity = 0x7f800000U;
+  uint32_t largest = 0;
+  for (const float value : block.values) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value) & kAbsolute;
+    largest = bits > largest ? bits : largest;
+  }
+  if (largest >= kInfinity) return std::numeric_limits<float>::quiet_NaN();
+  return std::bit_cast<float>(largest) / kLargestCode;
 }
 
-/// The random numbers of blocks [first, first + count).
-at::Tensor chances_of(const BlockLayout& layout, int64_t first, int64_t count, uint32_t key) {
-  const at::Tensor starts = layout.ids.narrow(0, first, count).to(at::kLong).unsqueeze(1);
-  const at::Tensor ids = starts.add(at::arange(kQuantizationBlock, starts.options()));
-  return chances(ids.bitwise_and_(kLow32).view(-1), key);
+/// To the nearest integer, ties to even, for |value| < 2**22: the sum leaves no bits below one.
+float nearest(float value) {
+  constexpr float kShift = 12582912.0F;  // 1.5 * 2**23
+  return (value + kShift) - kShift;
 }
 
-/// Quantizes blocks [first, ...) of a bucket.
-Quantized rounded(const at::Tensor& data, const BlockLayout& layout, int64_t first, uint32_t key) {
-  if (!layout.ids.defined()) return quantize(data);
-  return quantize(data, chances_of(layout, first, data.numel() / kQuantizationBlock, key));
+float rounded_down(float value) {
+  const auto toward_zero = static_cast<float>(static_cast<int32_t>(value));
+  return toward_zero > value ? toward_zero - 1 : toward_zero;
 }
 
-/// `count` records: codes, and the bytes of their scales behind them.
-at::Tensor as_records(const Quantized& quantized, int64_t count) {
-  const at::Tensor bytes = quantized.scales.view(at::kChar);
-  return at::cat({quantized.codes.view({count, -1}), bytes.view({count, -1})}, 1);
+/// Writes the codes and the scale of a block, which becomes what that leaves out, where it is a number.
+/// @param id  of the first element; null: to the nearest code.
+void write_codes(Block& block, const int32_t* id, uint32_t key, int8_t* codes, int8_t* scale_bytes) {
+  const float scale = scale_of(block);
+  std::memcpy(scale_bytes, &scale, sizeof scale);
+  if (!(scale > 0)) {  // zeros, values too small for a scale, or not finite ones: all codes are 0
+    std::memset(codes, 0, kQuantizationBlock);
+    if (std::isnan(scale)) std::fill(std::begin(block.values), std::end(block.values), 0.0F);
+    return;
+  }
+  float steps[kQuantizationBlock];
+  for (int64_t k = 0; k < kQuantizationBlock; ++k) steps[k] = block.values[k] / scale;
+  if (id == nullptr) {
+    for (float& step : steps) step = nearest(step);
+  } else {
+    const auto first = static_cast<uint32_t>(*id);
+    for (uint32_t k = 0; k < kQuantizationBlock; ++k) {
+      steps[k] = rounded_down(steps[k] + chance_of(mixed((first + k) ^ key)));
+    }
+  }
+  for (int64_t k = 0; k < kQuantizationBlock; ++k) {
+    const float step = std::min(std::max(steps[k], -kLargestCode), kLargestCode);
+    codes[k] = static_cast<int8_t>(static_cast<int32_t>(step));
+    block.values[k] -= step * scale;
+  }
 }
 
-/// The values of all records, [ranks, elements].
-at::Tensor values_of(const at::Tensor& records, const BlockLayout& layout) {
-  const int64_t elements = layout.blocks_per_rank * kQuantizationBlock;
-  const at::Tensor rows = records.view({layout.ranks, -1});
-  const at::Tensor codes = rows.narrow(1, 0, elements).contiguous();
-  const at::Tensor scales = rows.narrow(1, elements, rows.size(1) - elements).contiguous().view(at::kFloat);
-  return dequantize(codes, scales);
+/// The values that a block's codes stand for.
+void read_values(const int8_t* codes, const int8_t* scale_bytes, Block& block) {
+  float scale = 0;
+  std::memcpy(&scale, scale_bytes, sizeof scale);
+  for (int64_t k = 0; k < kQuantizationBlock; ++k) block.values[k] = static_cast<float>(codes[k]) * scale;
 }
 
-/// What quantizing has left out; nothing where that is not a number.
-at::Tensor left_out(const at::Tensor& exact, const Quantized& sent) {
-  const at::Tensor difference = exact.sub(dequantize(sent.codes, sent.scales));
-  return at::where(at::isfinite(difference), difference, 0);
+const int32_t* ids_of(const BlockLayout& layout, int64_t block) {
+  return layout.ids.defined() ? layout.ids.const_data_ptr<int32_t>() + block : nullptr;
+}
+
+/// Calls `body(block)` for [0, count), on several threads.
+template <typename Body>
+void for_blocks(int64_t count, const Body& body) {
+  at::parallel_for(0, count, kGrain, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) body(block);
+  });
 }
 
 }  // namespace
 
-Quantized quantize(const at::Tensor& data) {
-  const at::Tensor scales = scales_of(data);
-  return {as_codes(in_steps(data, scales).round_()), scales};
-}
-
-Quantized quantize(const at::Tensor& data, const at::Tensor& chance) {
-  const at::Tensor scales = scales_of(data);
-  return {as_codes(in_steps(data, scales).add_(chance).floor_()), scales};
-}
-
-at::Tensor dequantize(const at::Tensor& codes, const at::Tensor& scales) {
-  std::vector<int64_t> sizes = scales.sizes().vec();
-  sizes.push_back(kQuantizationBlock);
-  return codes.to(at::kFloat).view(sizes).mul_(scales.unsqueeze(-1)).view(codes.sizes());
-}
-
-at::Tensor chances(const at::Tensor& ids, uint32_t key) {
-  at::Tensor words = ids.bitwise_xor(at::Scalar(static_cast<int64_t>(key)));
-  words = times(shifted(words, 16), 0x85ebca6bL);
-  words = times(shifted(words, 13), 0xc2b2ae35L);
-  words = shifted(words, 16);
-  // 24 bits, so that the largest one is below 1 as a float.
-  return words.bitwise_right_shift(at::Scalar(int64_t{8})).to(at::kFloat).mul_(1.0 / (1 << 24));
-}
-
 at::Tensor quantize_bucket(const at::Tensor& bucket, const BlockLayout& layout, const at::Tensor& error, uint32_t key) {
   if (!bucket.is_cpu()) return cuda::quantize_bucket(bucket, layout, error, key);
-  const at::Tensor data = at::zeros({layout.filled.numel() * kQuantizationBlock}, at::dtype(at::kFloat));
-  at::Tensor used = data.narrow(0, 0, bucket.numel());
-  used.copy_(bucket);
-  // NaN of another rank may have come into a gap, and would fill the block.
-  const at::Tensor in_block = at::arange(kQuantizationBlock, layout.filled.options());
-  blocks_of(data).masked_fill_(in_block.ge(layout.filled.unsqueeze(1)), 0);
-  if (error.defined()) used.add_(error);
-  const Quantized sent = rounded(data, layout, 0, key);
-  if (error.defined()) {
-    at::Tensor out = error;
-    out.copy_(left_out(data, sent).narrow(0, 0, out.numel()));
-  }
-  return as_records(sent, layout.ranks);
+  const at::Tensor records = at::empty({layout.ranks, record_bytes(layout)}, at::dtype(at::kChar));
+  auto* out = records.mutable_data_ptr<int8_t>();
+  auto* left_out = error.defined() ? error.mutable_data_ptr<float>() : nullptr;
+  const auto* filled = layout.filled.const_data_ptr<int32_t>();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, bucket.scalar_type(), "lockstep_quantize", [&] {
+    const auto* data = bucket.const_data_ptr<scalar_t>();
+    for_blocks(layout.blocks_per_rank * layout.ranks, [&](int64_t index) {
+      const int64_t first = index * kQuantizationBlock;
+      Block block{};  // gaps are zeros, whatever NaN of another rank has come into them
+      for (int64_t k = 0; k < filled[index]; ++k) block.values[k] = static_cast<float>(data[first + k]);
+      if (left_out != nullptr) {
+        for (int64_t k = 0; k < filled[index]; ++k) block.values[k] += left_out[first + k];
+      }
+      int8_t* record = out + index / layout.blocks_per_rank * record_bytes(layout);
+      const int64_t in_record = index % layout.blocks_per_rank;
+      write_codes(block, ids_of(layout, index), key, codes_at(record, in_record), scale_at(record, layout, in_record));
+      if (left_out != nullptr) std::copy_n(block.values, filled[index], left_out + first);
+    });
+  });
+  return records;
 }
 
 at::Tensor sum_records(const at::Tensor& received, const BlockLayout& layout, int64_t rank, const at::Tensor& error,
                        uint32_t key) {
   if (!received.is_cpu()) return cuda::sum_records(received, layout, rank, error, key);
-  const at::Tensor sum = values_of(received, layout).sum(0);
-  const Quantized sent = rounded(sum, layout, rank * layout.blocks_per_rank, key);
-  const int64_t first = rank * layout.blocks_per_rank * kQuantizationBlock;
-  if (error.defined() && first < error.numel()) {
-    at::Tensor own = error.narrow(0, first, std::min(sum.numel(), error.numel() - first));
-    own.add_(left_out(sum, sent).narrow(0, 0, own.numel()));
-  }
-  return as_records(sent, 1);
+  at::Tensor record = at::empty({1, record_bytes(layout)}, at::dtype(at::kChar));
+  auto* in = const_cast<int8_t*>(received.const_data_ptr<int8_t>());
+  auto* out = record.mutable_data_ptr<int8_t>();
+  const int64_t first_block = rank * layout.blocks_per_rank;
+  for_blocks(layout.blocks_per_rank, [&](int64_t index) {
+    Block sum{};
+    for (int64_t of_rank = 0; of_rank < layout.ranks; ++of_rank) {
+      int8_t* from = in + of_rank * record_bytes(layout);
+      Block summand;
+      read_values(codes_at(from, index), scale_at(from, layout, index), summand);
+      for (int64_t k = 0; k < kQuantizationBlock; ++k) sum.values[k] += summand.values[k];
+    }
+    write_codes(sum, ids_of(layout, first_block + index), key, codes_at(out, index), scale_at(out, layout, index));
+    if (!error.defined()) return;
+    const int64_t first = (first_block + index) * kQuantizationBlock;
+    auto* left_out = error.mutable_data_ptr<float>();
+    const int64_t count = std::min(kQuantizationBlock, error.numel() - first);
+    for (int64_t k = 0; k < count; ++k) left_out[first + k] += sum.values[k];
+  });
+  return record;
 }
 
 void dequantize_bucket(const at::Tensor& records, const BlockLayout& layout, const at::Tensor& bucket) {
   if (!bucket.is_cpu()) return cuda::dequantize_bucket(records, layout, bucket);
-  at::Tensor out = bucket;
-  out.copy_(values_of(records, layout).view(-1).narrow(0, 0, bucket.numel()));
+  auto* in = const_cast<int8_t*>(records.const_data_ptr<int8_t>());
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, bucket.scalar_type(), "lockstep_dequantize", [&] {
+    auto* data = bucket.mutable_data_ptr<scalar_t>();
+    for_blocks((bucket.numel() + kQuantizationBlock - 1) / kQuantizationBlock, [&](int64_t index) {
+      int8_t* record = in + index / layout.blocks_per_rank * record_bytes(layout);
+      const int64_t in_record = index % layout.blocks_per_rank;
+      Block block;
+      read_values(codes_at(record, in_record), scale_at(record, layout, in_record), block);
+      const int64_t first = index * kQuantizationBlock;
+      const int64_t count = std::min(kQuantizationBlock, bucket.numel() - first);
+      for (int64_t k = 0; k < count; ++k) data[first + k] = static_cast<scalar_t>(block.values[k]);
+    });
+  });
 }
 
 }  // namespace lockstep

@@ -1,35 +1,18 @@
-// Numbers as 8-bit integers with one scale per block.
+// Buckets as 8-bit integers with one scale per block of 256 elements.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "kernels/quantization.h"
 
 namespace lockstep {
 
-/// x[k] is about codes[k] * scales[k / 256].
-struct Quantized {
-  at::Tensor codes;   ///< kChar, [blocks * 256], from -127 to 127.
-  at::Tensor scales;  ///< kFloat, [blocks]: the largest absolute value of the block by 127; NaN when it is not finite.
-};
-
-/// Quantizes to the nearest code, ties to even.
-/// @param data  kFloat, 1-D, contiguous, a multiple of 256 elements.
-[[nodiscard]] Quantized quantize(const at::Tensor& data);
-
-/// Quantizes to one of the two codes around each value, in such proportion that the mean is the value.
-/// @param chance  kFloat, [data's], from 0 to less than 1: code = floor(value / scale + chance).
-[[nodiscard]] Quantized quantize(const at::Tensor& data, const at::Tensor& chance);
-
-/// The values that the codes stand for. codes: [..., blocks * 256]; scales: [..., blocks].
-[[nodiscard]] at::Tensor dequantize(const at::Tensor& codes, const at::Tensor& scales);
-
-/// Numbers from 0 to less than 1 that look random, each a function of `key` and of its element of `ids` alone.
-/// @param ids  kLong, from 0 to 2**32 - 1.
-[[nodiscard]] at::Tensor chances(const at::Tensor& ids, uint32_t key);
+// x[k] travels as a code, from -127 to 127: x[k] is about code[k] * scale[k / 256], where a block's scale is its
+// largest absolute value by 127, or NaN when one is not finite. The code is the nearest one, ties to even, or one of
+// the two around x[k] in such proportion that the mean is right: floor(x[k] / scale + chance), with chance from 0 to
+// less than 1 a function of `key` and of the element's id alone.
 
 /// How a bucket is cut: blocks, and records of as many for each rank.
 struct BlockLayout {

@@ -18,7 +18,7 @@ struct BlockTable {
   int32_t ranks = 0;
 };
 
-// Each function is one launch on `stream`; nothing waits. The rules of rounding are those of `lockstep::quantize`, bit
+// Each function is one launch on `stream`; nothing waits. The rules of rounding are those of kernels/quantize.h, bit
 // for bit.
 
 /// records[r] = the blocks of rank r, of bucket + error. @param error  fp32, as long as the bucket, becomes what
