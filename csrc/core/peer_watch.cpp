@@ -126,8 +126,10 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
     const Standing& line = *lines[r];
     const std::string told = sentence(rank, line);
     if (line.stage == Stage::kFailed) {
-      if (hopeless.empty()) hopeless = fmt::format("rank {} has failed: {}", rank, line.detail);
-      code = Code::kPeerFailed;
+      if (hopeless.empty()) {
+        hopeless = fmt::format("rank {} has failed: {}", rank, line.detail);
+        code = Code::kPeerFailed;
+      }
       continue;
     }
     if (line.stage == Stage::kGaveUp && !line.detail.empty()) {

@@ -121,10 +121,11 @@ def test_comm_reports_both_contenders():
 )
 def test_a_failure_is_one_clear_message_and_leaves_nothing_behind(command, name, text, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    others = set(multiprocessing.active_children())  # ranks that earlier tests keep
     result = run(*command.split(), f"{HERE}:{name}", "--device", "cpu")
     assert result.exit_code == 2 and text in result.stderr
     assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) == 1
-    assert multiprocessing.active_children() == [] and list(tmp_path.iterdir()) == []
+    assert set(multiprocessing.active_children()) <= others and list(tmp_path.iterdir()) == []
 
 
 def test_the_recipes_of_the_benchmarked_models_scale_and_make_a_table(tmp_path):

@@ -170,6 +170,13 @@ TEST(PeerWatch, ARankThatLeftIsHopeless) {
               AllOf(HasSubstr("rank 1 has dropped its model or ended after step 6"), HasSubstr("[LS-021]")));
 }
 
+TEST(PeerWatch, TheCodeIsThatOfTheRankThatIsNamed) {
+  const auto judgement =
+      judged({waiting(), standing(Stage::kLeft, 6, 10), standing(Stage::kFailed, 6, 10, "oops")}, waiting(10));
+  EXPECT_THAT(judgement.error,
+              AllOf(HasSubstr("rank 1 has dropped its model"), HasSubstr("[LS-021]"), Not(HasSubstr("[LS-020]"))));
+}
+
 TEST(PeerWatch, ARankThatGaveUpBecauseOfAnotherIsTheLastToBlame) {
   const Standing gave_up = standing(Stage::kGaveUp, 7, 10, "[rank 1] waits in vain: rank 2 is dead");
   const auto both = judged({waiting(), gave_up, standing(Stage::kFailed, 7, 10, "the cause")}, waiting(10));
