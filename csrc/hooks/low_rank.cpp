@@ -98,8 +98,8 @@ uint64_t FactorSeeds::next() {
   return value;
 }
 
-// Not by the stream operators of std::mt19937: where two copies of the C++ library meet in one process, as with some
-// builds of torch, looking for a stream's locale has crashed.
+// Not by the stream operators of std::mt19937: they have crashed in Python processes of one machine with torch 2.11 and
+// GCC 13, for a reason that is not known.
 
 at::Tensor FactorSeeds::state() const {
   const at::mt19937_data_pod data = engine_.data();

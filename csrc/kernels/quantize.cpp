@@ -16,7 +16,7 @@ namespace {
 constexpr float kLargestCode = 127;
 constexpr int64_t kGrain = 64;  // blocks that are worth a thread
 
-/// The elements of a block, and what is known of it.
+/// The elements of a block, in fp32.
 struct Block {
   float values[kQuantizationBlock];
 };
