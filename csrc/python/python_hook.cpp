@@ -152,12 +152,8 @@ class PythonHook final : public CommHook {
     }
     // torch.futures.Future, or the class that it extends.
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
-      // Torch raises a ValueError.
-      TORCH_CHECK_VALUE(
-          false,
-          coded(Code::kHookResult,
-                fmt::format("{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
-                            std::string(py::str(result)).substr(0, 100), std::string(py::str(py::type::of(result))))));
+      fail(Code::kHookResult, "{} returned {}: callback must return a torch.futures.Future object, but got {}", where,
+           std::string(py::str(result)).substr(0, 100), std::string(py::str(py::type::of(result))));
     }
     if (on_host) order_->on_started();
     auto future = result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;

@@ -160,9 +160,9 @@ def _bad_answer(kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "kind_of_error", "phrase"),
     [
-        ("none", "ValueError", "callback must return a torch.futures.Future object, but got"),
-        ("number", "ValueError", "callback must return a torch.futures.Future object, but got"),
-        ("tensor", "ValueError", "callback must return a torch.futures.Future object, but got"),
+        ("none", "RuntimeError", "callback must return a torch.futures.Future object, but got"),
+        ("number", "RuntimeError", "callback must return a torch.futures.Future object, but got"),
+        ("tensor", "RuntimeError", "callback must return a torch.futures.Future object, but got"),
         ("empty_future", "RuntimeError", "value is not one tensor"),
         ("wrong_size", "RuntimeError", "returned a tensor with 3 elements"),
         ("raises", "ValueError", "the user's own text"),
