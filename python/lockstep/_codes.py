@@ -46,6 +46,7 @@ class Code(enum.IntEnum):
     RECIPE = 147
     NOTHING_TIMED = 148
     BAD_WEIGHT = 149
+    SHARED_HOOK_STATE = 150
 
 
 #: Of the engine's warnings, those about gradients that stayed local; the others are plain UserWarnings.

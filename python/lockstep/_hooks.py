@@ -84,7 +84,7 @@ class CommHooks:
         self.reducer.set_comm_hook(hook, arguments)
         if before is not None:
             _torch_hooks.unlink(linked, before)
-            self._linked_state = None
+        self._linked_state = None
         self._comm_hooks.clear()
         self._note_hook(hook)
 
@@ -130,11 +130,8 @@ class CommHooks:
         native = _torch_hooks.equivalent(state, hook, self.process_group)
         if native is None:
             return False
-        is_power_sgd = isinstance(native, hooks.PowerSGD)
-        if is_power_sgd:
-            _torch_hooks.check_linkable(state)
         self.reducer.set_comm_hook(native.name, native.arguments())
-        if is_power_sgd:
+        if isinstance(native, hooks.PowerSGD):
             try:
                 _torch_hooks.link(state, native, self.reducer, self.process_group.rank())
             except RuntimeError:
@@ -144,7 +141,7 @@ class CommHooks:
         return True
 
     def _linked_snapshot(self) -> dict[str, torch.Tensor] | None:
-        return None if self._linked_state is None else self.reducer.hook_state()
+        return self.reducer.hook_state() if _torch_hooks.is_linked(self._linked_state, self.reducer) else None
 
     def _check_no_hook(self, name: str) -> None:
         if self._engine_hook is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -189,16 +190,9 @@ def _restored(kept: dict[str, Any], kind: str, saved: dict[str, torch.Tensor]) -
     return state
 
 
-def check_linkable(state: PowerSGDState) -> None:
-    """Raise RuntimeError when another model uses ``state``."""
-    if isinstance(state, LinkedPowerSGDState) and _memory(state).reducer is not None:
-        raise RuntimeError(
-            tagged(
-                Code.BAD_ARGUMENT,
-                "this PowerSGDState is in use by another model: its errors belong to that model's parameters. Make a "
-                "state of its own for each model.",
-            )
-        )
+def is_linked(state: LinkedPowerSGDState | None, reducer: Any) -> bool:
+    """Whether ``state`` answers from the engine of ``reducer``."""
+    return state is not None and _memory(state).reducer is reducer
 
 
 def link(state: PowerSGDState, native: hooks.PowerSGD, reducer: Any, rank: int) -> None:
@@ -209,7 +203,9 @@ def link(state: PowerSGDState, native: hooks.PowerSGD, reducer: Any, rank: int) 
     """
     if isinstance(state, LinkedPowerSGDState):
         memory = _memory(state)
-        reducer.load_hook_state(memory.saved)
+        reducer.load_hook_state(memory.state())
+        if memory.reducer is not None:
+            _warn_of_sharing()
         memory.reducer = reducer
         return
     _, words, position, *_ = state.rng.get_state()
@@ -225,6 +221,15 @@ def link(state: PowerSGDState, native: hooks.PowerSGD, reducer: Any, rank: int) 
     reducer.load_hook_state(start)
     state.error_dict = _Memory(native.name, None, reducer)
     state.__class__ = LinkedPowerSGDState
+
+
+def _warn_of_sharing() -> None:
+    text = (
+        "this PowerSGDState was in use by another model. That one keeps its errors and goes on by itself; the new one "
+        "starts with a copy of them, and the state shows the new one's from here on. Make a state of its own for each "
+        "model."
+    )
+    warnings.warn(tagged(Code.SHARED_HOOK_STATE, text), UserWarning, stacklevel=5)  # the caller of register_comm_hook
 
 
 def unlink(state: LinkedPowerSGDState, last: dict[str, torch.Tensor]) -> None:

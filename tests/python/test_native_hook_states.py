@@ -173,10 +173,6 @@ def _linked_state() -> None:
     assert np.array_equal(state.rng.get_state()[1], reference.rng.get_state()[1])
     with pytest.raises(AttributeError, match="taken over by the engine"):
         state.matrix_approximation_rank = 4
-    other = lockstep.DistributedDataParallel(Given(*SHAPES))
-    with pytest.raises(RuntimeError, match="in use by another model"):
-        other.register_comm_hook(state, powerSGD_hook)
-
     resumed = lockstep.DistributedDataParallel(Given(*SHAPES))
     copied = pickle.loads(pickle.dumps(state))
     assert copied.iter == 6 and copied.compression_stats() == state.compression_stats()
@@ -193,3 +189,39 @@ def _linked_state() -> None:
 
 def test_a_state_of_torch_answers_from_the_engine(ranks):
     ranks.run(_linked_state)
+
+
+def _shared_state() -> None:
+    """As with torch's hook, one state may be given to several models; here each has errors of its own."""
+    native = hooks.PowerSGD(rank=2, start_iteration=2, min_compression_rate=0.5)
+    state, reference = torch_state(native), torch_state(native)
+    first, second, alone = (lockstep.DistributedDataParallel(Given(*SHAPES)) for _ in range(3))
+    grads = [grads_of(dist.get_rank(), step, SHAPES) for step in range(8)]
+    first.register_comm_hook(state, powerSGD_hook)
+    alone.register_comm_hook(reference, powerSGD_hook)
+    for step in range(3):
+        reduced(first, grads[step])
+        reduced(alone, grads[step])
+    with pytest.warns(UserWarning, match=r"in use by another model.*\[LS-150\]"):
+        second.register_comm_hook(state, powerSGD_hook)
+    # Both go on as the one model would have, whatever the other one does in between.
+    for step in range(3, 6):
+        expected = reduced(alone, grads[step])
+        for model in (first, second):
+            for a, b in zip(reduced(model, grads[step]), expected, strict=True):
+                assert torch.equal(a, b)
+        reduced(second, grads[7]) if step == 5 else None
+    assert state.iter == 7  # of the second
+    first.set_comm_hook("bf16")
+    assert state.iter == 7
+    second.set_comm_hook("bf16")
+    reduced(second, grads[0])
+    assert state.iter == 7
+
+    other = lockstep.DistributedDataParallel(torch.nn.Linear(5, 7))
+    with pytest.raises(RuntimeError, match="another model"):
+        other.register_comm_hook(state, powerSGD_hook)
+
+
+def test_a_state_that_is_given_to_a_second_model_serves_both(ranks):
+    ranks.run(_shared_state)
