@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -117,8 +118,9 @@ BucketLimits chosen_limits(int64_t total_bytes) {
   constexpr int64_t kMiB = int64_t{1} << 20;
   constexpr int64_t kLeast = 25 * kMiB;
   constexpr int64_t kMost = 100 * kMiB;
+  constexpr int64_t kMostOfLarge = 400 * kMiB;
   if (total_bytes <= 4 * kLeast) return {kMiB, kLeast};
-  return {std::clamp(total_bytes / 4, kLeast, kMost)};
+  return {std::max(std::clamp(total_bytes / 4, kLeast, kMost), std::min(total_bytes / 16, kMostOfLarge))};
 }
 
 std::vector<BucketGroup> group_by_registration(std::span<const ParamSpec> params, const BucketLimits& limits) {
@@ -137,6 +139,27 @@ std::vector<BucketGroup> group_by_arrival(std::span<const ParamSpec> params, std
 
   return in_order_of_sending(fill(params, arrival, limits),
                              [](const FilledGroup& a, const FilledGroup& b) { return a.last < b.last; });
+}
+
+std::vector<BucketGroup> with_short_tail(std::span<const ParamSpec> params, std::vector<BucketGroup> groups) {
+  constexpr int64_t kLeast = int64_t{8} << 20;
+  if (groups.empty()) return groups;
+  const auto bytes = [params](std::span<const ParamId> ids) {
+    return std::accumulate(ids.begin(), ids.end(), int64_t{0},
+                           [params](int64_t sum, ParamId id) { return add_bytes(sum, params[index(id)]); });
+  };
+  BucketGroup& last = groups.back();
+  const int64_t all = bytes(last.params);
+  size_t cut = last.params.size();
+  for (int64_t tail = 0; cut > 0 && tail < all / 4;) tail = add_bytes(tail, params[index(last.params[--cut])]);
+  const std::span<const ParamId> head = std::span(last.params).first(cut);
+  if (all < kLeast || bytes(head) < all / 8) return groups;
+
+  BucketGroup tail{.params = {last.params.begin() + static_cast<ptrdiff_t>(cut), last.params.end()},
+                   .limit_bytes = last.limit_bytes};
+  last.params.resize(cut);
+  groups.push_back(std::move(tail));
+  return groups;
 }
 
 }  // namespace lockstep

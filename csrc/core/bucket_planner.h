@@ -16,8 +16,9 @@ using BucketLimits = std::vector<int64_t>;
 /// Limits for a model on a device, where the user gave none.
 ///
 /// Every bucket costs the host a collective, and backward is often bound by the host: 100 MiB beat 25 MiB by up to 4
-/// points of a step (csrc/README.md). But a model needs some buckets for reduction and backward to overlap. So: a
-/// quarter of the model, between 25 and 100 MiB; up to 100 MiB of gradients torch's limits (1 MiB first, then 25).
+/// points of a step, and 283 MiB beat 100 on 4.5 GiB of gradients by 3 to 10 (csrc/README.md). But a model needs some
+/// buckets for reduction and backward to overlap. So: a quarter of the model, between 25 and 100 MiB; of large models a
+/// sixteenth, up to 400 MiB; up to 100 MiB of gradients torch's limits (1 MiB first, then 25).
 /// @param total_bytes  of all gradients.
 [[nodiscard]] BucketLimits chosen_limits(int64_t total_bytes);
 
@@ -44,5 +45,15 @@ using BucketLimits = std::vector<int64_t>;
 /// @throws std::invalid_argument  `arrival` is no permutation, or see above.
 [[nodiscard]] std::vector<BucketGroup> group_by_arrival(std::span<const ParamSpec> params,
                                                         std::span<const ParamId> arrival, const BucketLimits& limits);
+
+/// Lets most of the last bucket leave earlier, because nothing is left of backward that could hide its reduction.
+///
+/// From 8 MiB on, those of its gradients that arrive last and make up a quarter of it get a bucket of their own; unless
+/// that leaves less than an eighth, as before one large gradient.
+///
+/// @param params  one per parameter, indexed by ParamId.
+/// @param groups  in the order of sending, members in the order of arrival.
+[[nodiscard]] std::vector<BucketGroup> with_short_tail(std::span<const ParamSpec> params,
+                                                       std::vector<BucketGroup> groups);
 
 }  // namespace lockstep

@@ -369,7 +369,8 @@ bool Reducer::adopt_waiting_plan() {
   adopt_from_rank_zero(*comm_, order, device());
   std::vector<ParamId> arrival;
   for (const int32_t i : order) arrival.push_back(param_id(static_cast<size_t>(i)));
-  adopt_plan(BucketPlan(specs_, group_by_arrival(specs_, arrival, options_.limits), hook_->slot_alignment()));
+  std::vector<BucketGroup> groups = with_short_tail(specs_, group_by_arrival(specs_, arrival, options_.limits));
+  adopt_plan(BucketPlan(specs_, std::move(groups), hook_->slot_alignment()));
   plan_state_ = PlanState::kFinal;
   return true;
 }

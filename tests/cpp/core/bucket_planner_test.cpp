@@ -53,7 +53,12 @@ TEST(ChosenLimits, AreTorchsForSmallModelsAndAQuarterOfLargerOnesUpTo100MiB) {
   EXPECT_THAT(chosen_limits(0), ElementsAre(kMiB, 25 * kMiB));
   EXPECT_THAT(chosen_limits(100 * kMiB), ElementsAre(kMiB, 25 * kMiB));
   EXPECT_THAT(chosen_limits(200 * kMiB), ElementsAre(50 * kMiB));
-  EXPECT_THAT(chosen_limits(4000 * kMiB), ElementsAre(100 * kMiB));
+  EXPECT_THAT(chosen_limits(1600 * kMiB), ElementsAre(100 * kMiB));
+}
+
+TEST(ChosenLimits, AreASixteenthOfLargeModelsUpTo400MiB) {
+  EXPECT_THAT(chosen_limits(3200 * kMiB), ElementsAre(200 * kMiB));
+  EXPECT_THAT(chosen_limits(64000 * kMiB), ElementsAre(400 * kMiB));
 }
 
 TEST_P(TorchAssignment, IsReproduced) {
@@ -164,6 +169,45 @@ TEST(GroupByArrival, WalksThroughTheLimitsFromTheFirstArrival) {
 
   EXPECT_THAT(members(groups), ElementsAre(ElementsAre(3), ElementsAre(2, 1), ElementsAre(0)));
   EXPECT_THAT(limits_of(groups), ElementsAre(40, 80, 80));
+}
+
+/// Members of each bucket when fp32 parameters of these sizes (in MiB) arrive in order, with one limit in MiB.
+std::vector<std::vector<int>> with_tail(const std::vector<int64_t>& sizes, int64_t limit) {
+  std::vector<ParamSpec> params;
+  std::vector<ParamId> arrival;
+  for (const int64_t size : sizes) {
+    arrival.push_back(param_id(params.size()));
+    params.push_back(dense(size * kMiB / 4));
+  }
+  return members(with_short_tail(params, group_by_arrival(params, arrival, {limit * kMiB})));
+}
+
+TEST(ShortTail, LeavesAQuarterOfTheLastBucketForTheEnd) {
+  EXPECT_THAT(with_tail({8, 4, 4, 4, 4}, 8),
+              ElementsAre(ElementsAre(0), ElementsAre(1, 2), ElementsAre(3), ElementsAre(4)));
+  EXPECT_THAT(with_tail({4, 4, 4, 4}, 100), ElementsAre(ElementsAre(0, 1, 2), ElementsAre(3)));
+  EXPECT_THAT(with_tail({16, 1, 1, 1, 1, 1, 1}, 100), ElementsAre(ElementsAre(0), ElementsAre(1, 2, 3, 4, 5, 6)));
+}
+
+TEST(ShortTail, LetsALargeLastGradientTravelAlone) {
+  EXPECT_THAT(with_tail({10, 10, 60}, 100), ElementsAre(ElementsAre(0, 1), ElementsAre(2)));
+}
+
+TEST(ShortTail, IsNotCutWhereItWouldNotHelp) {
+  EXPECT_THAT(with_tail({1, 1, 1, 1}, 25), ElementsAre(ElementsAre(0, 1, 2, 3))) << "4 MiB";
+  EXPECT_THAT(with_tail({1, 1, 60}, 100), ElementsAre(ElementsAre(0, 1, 2))) << "2 of 62 MiB would leave earlier";
+  EXPECT_THAT(with_tail({50}, 100), ElementsAre(ElementsAre(0)));
+  EXPECT_THAT(with_short_tail({}, {}), IsEmpty());
+}
+
+TEST(ShortTail, KeepsTheLimitOfItsBucket) {
+  const std::vector<ParamSpec> params = repeat(2, {dense(2 * kMiB)});
+
+  const std::vector<BucketGroup> groups =
+      with_short_tail(params, group_by_arrival(params, {{param_id(1), param_id(0)}}, {100 * kMiB}));
+
+  EXPECT_THAT(members(groups), ElementsAre(ElementsAre(1), ElementsAre(0)));
+  EXPECT_THAT(limits_of(groups), ElementsAre(100 * kMiB, 100 * kMiB));
 }
 
 template <typename Call>
