@@ -1,4 +1,4 @@
-// Process groups made without Python: c10d's own gloo and NCCL backends.
+// What depends on the backends of a build: process groups made without Python, and a few questions to CUDA.
 #pragma once
 
 #include <chrono>
@@ -29,6 +29,9 @@ struct GlooPlace {
 
 /// Makes GPU `index` the calling thread's current one.
 [[nodiscard]] at::Device use_gpu(int index);
+
+/// The calling thread may ask for events while another one captures a graph, without spoiling it.
+void look_on_during_captures();
 
 /// c10d's NCCL group, on the calling thread's current GPU. Connections are made at the first collective.
 /// @throws lockstep::Error  in a build without NCCL.

@@ -203,4 +203,14 @@ TransferPtr C10dCommunicator::reduce_scatter(at::Tensor output, at::Tensor input
   return std::make_unique<C10dTransfer>(std::move(work), std::vector<at::Tensor>{output, input});
 }
 
+/// The group is of no use to anybody any more. Without this, c10d's NCCL would keep the device busy until its timeout
+/// and then end the process.
+void C10dCommunicator::abort(const std::string& /*report*/) {
+  if (!groups_) return;
+  try {
+    group_->getBackend(c10::DeviceType::CUDA)->abort();
+  } catch (const std::exception&) {  // it is ending by itself
+  }
+}
+
 }  // namespace lockstep

@@ -75,6 +75,12 @@ class Communicator {
   /// @throws  a rank did not join in time.
   virtual void isolate() {}
 
+  /// Ends what is on its way on a device, where another rank will never take part: streams go on, results are of no
+  /// use. Later calls raise. On the host nothing, because its waits give up by themselves. May be called from any
+  /// thread.
+  /// @param report  why, with its code.
+  virtual void abort(const std::string& /*report*/) {}
+
   /// Blocks until `wait_for(patience)` returns true: for waits that are not those of a Transfer.
   /// @throws lockstep::Error  `timeout` has passed.
   virtual void outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for);

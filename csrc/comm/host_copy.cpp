@@ -1,14 +1,35 @@
 #include "comm/host_copy.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <thread>
 
 namespace lockstep {
 
+namespace {
+
+/// Torch's allocator raises where the device has failed, and a destructor that raises ends the process.
+void free_quietly(c10::DataPtr& memory) {
+  const c10::DeleterFnPtr free = memory.get_deleter();
+  void* context = memory.release_context();
+  try {
+    free(context);
+  } catch (const c10::Error&) {  // the error has been or will be reported where somebody listens
+  }
+}
+
+}  // namespace
+
 at::Tensor staging(int64_t numel, at::ScalarType dtype, at::Device target) {
-  return at::empty({numel}, at::dtype(dtype).pinned_memory(!target.is_cpu()));
+  const auto options = at::dtype(dtype);
+  if (target.is_cpu()) return at::empty({numel}, options);
+  const auto bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);
+  auto memory = std::make_shared<c10::DataPtr>(at::getHostAllocator(target.type())->allocate(bytes));
+  void* begin = memory->get();
+  return at::from_blob(
+      begin, {numel}, [memory = std::move(memory)](void*) { free_quietly(*memory); }, options);
 }
 
 at::Tensor sent_to(const at::Tensor& staged, at::Device target) { return staged.to(target, /*non_blocking=*/true); }

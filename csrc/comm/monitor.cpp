@@ -47,6 +47,9 @@ struct Monitor::State {
   bool stop = false;
   bool ended = false;
   std::string verdict;
+  std::string lost;  // why the collectives were aborted
+  std::function<void(const std::string&)> abort;
+  DeviceMark mark;
 
   std::atomic<uint64_t> beat{0};
   std::mutex reading;      // of the next two
@@ -124,9 +127,11 @@ struct Monitor::State {
     if (!is_waiting(mine.stage)) {
       report_at_ms = threshold.count();
       reported_silence = false;
-      const std::lock_guard lock(mutex);
-      verdict.clear();
-      return;
+      {
+        const std::lock_guard lock(mutex);
+        verdict.clear();
+      }
+      return look_at_device(mine, now);
     }
     const milliseconds interval = std::min(kHeartbeat, threshold / 4);
     if (mine.since_ms < interval.count() || now < next_look) return;
@@ -137,8 +142,35 @@ struct Monitor::State {
       while (report_at_ms <= mine.since_ms) report_at_ms *= 2;
       reported_silence = judgement.silent;
     }
-    const std::lock_guard lock(mutex);
-    verdict = judgement.error;
+    {
+      const std::lock_guard lock(mutex);
+      verdict = judgement.error;
+    }
+    give_up_device(judgement.error);
+  }
+
+  /// The host does not wait, or in code that is not ours; does the device?
+  void look_at_device(Standing mine, Clock::time_point now) {
+    if (now < next_look) return;
+    const std::optional<milliseconds> overdue = mark.overdue(threshold);
+    if (!overdue) return;
+    next_look = now + std::min(kHeartbeat, threshold / 4) * std::max(1, size / kRanksPerSecond);
+    mine.stage = Stage::kBucketWait;
+    mine.since_ms = overdue->count();
+    mine.detail = "its device to finish the reduction";
+    give_up_device(judge(mine, PeerWatch::Because::kDeviceWaits).error);
+  }
+
+  /// Nobody will ever take part in what is on its way: whoever waits for the device must be let go.
+  void give_up_device(const std::string& reason) {
+    std::function<void(const std::string&)> act;
+    {
+      const std::lock_guard lock(mutex);
+      if (reason.empty() || !abort) return;
+      lost = reason;
+      act = std::exchange(abort, nullptr);
+    }
+    act(reason);
   }
 
   [[nodiscard]] std::string about_lost_store(const Standing& mine) const {
@@ -220,6 +252,18 @@ Monitor::~Monitor() {
 void Monitor::raise_if_hopeless() {
   const std::lock_guard lock(state_->mutex);
   if (!state_->verdict.empty()) throw PeerError(state_->verdict);
+}
+
+void Monitor::raise_if_lost() {
+  const std::lock_guard lock(state_->mutex);
+  if (!state_->lost.empty()) throw PeerError(state_->lost);
+}
+
+void Monitor::mark(at::Device device) { state_->mark.set(device); }
+
+void Monitor::set_abort(std::function<void(const std::string&)> abort) {
+  const std::lock_guard lock(state_->mutex);
+  if (state_->lost.empty()) state_->abort = std::move(abort);
 }
 
 std::string Monitor::explain_failure(const std::string& text) {

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "comm/device_mark.h"
 #include "core/error.h"
 #include "core/peer_watch.h"
 #include "core/progress.h"
@@ -26,7 +27,10 @@ class PeerError : public Error {
 ///
 /// A wait longer than the threshold is reported on stderr, with where every missing rank stands; the report is repeated
 /// at twice the age. When waiting has become hopeless (a rank failed, left, or has been silent beyond the threshold),
-/// `raise_if_hopeless` throws. One thread per monitor; a store that does not answer ends it, never the training.
+/// `raise_if_hopeless` throws. On a device the host does not wait, and training may block anywhere behind a collective
+/// that never ends: when a marked place is not reached for the threshold and a rank has failed or died, the collectives
+/// are aborted, and `raise_if_lost` throws from then on. One thread per monitor; a store that does not answer ends it,
+/// never the training.
 ///
 /// Traffic: one small write a second; while waiting, one read of all lines a second in groups of up to 100 ranks, more
 /// rarely in larger ones.
@@ -43,6 +47,15 @@ class Monitor {
 
   /// @throws PeerError  waiting makes no sense any more.
   void raise_if_hopeless();
+
+  /// @throws PeerError  the collectives were aborted: what the device has computed since is of no use.
+  void raise_if_lost();
+
+  /// What `device`'s current stream has been given so far needs the other ranks.
+  void mark(at::Device device);
+
+  /// How to abort the collectives of this rank, given the reason. Called by the monitor's thread, at most once.
+  void set_abort(std::function<void(const std::string&)> abort);
 
   /// A collective has failed here, and the cause is probably another rank: says so to the others, and gives that one
   /// a moment to be seen dead or failed. Where none is, the failure is published as our own. Returns what was found

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/backends.h"
 #include "core/error.h"
 
 namespace lockstep {
@@ -31,14 +32,23 @@ NcclWatchdog::~NcclWatchdog() {
   thread_.join();
 }
 
+void NcclWatchdog::request_end(std::string report) {
+  {
+    const std::lock_guard lock(mutex_);
+    requested_ = std::move(report);
+  }
+  changed_.notify_all();
+}
+
 void NcclWatchdog::run() {
   (void)cudaSetDevice(who_.device);
-  // Somebody may be capturing a graph meanwhile; asking for an event must not disturb that.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  look_on_during_captures();
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, interval(timeout_), [this] { return stop_; })) {
-    if (std::string report = look(); !report.empty()) return end(std::move(report));
+  while (!stop_) {
+    changed_.wait_for(lock, interval(timeout_), [this] { return stop_ || !requested_.empty(); });
+    if (stop_) return;
+    std::string report = requested_.empty() ? look() : requested_;
+    if (!report.empty()) return end(std::move(report));
   }
 }
 

@@ -28,6 +28,8 @@ class NcclWatchdog {
                std::chrono::milliseconds timeout);
   NcclWatchdog(const NcclWatchdog&) = delete;
   NcclWatchdog& operator=(const NcclWatchdog&) = delete;
+  /// Has the thread end the communicator for this reason, which carries its code. From any thread.
+  void request_end(std::string report);
   /// Stops the thread, after an abort that has begun.
   ~NcclWatchdog();
 
@@ -46,6 +48,7 @@ class NcclWatchdog {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool stop_ = false;
+  std::string requested_;
   std::thread thread_;
 };
 

@@ -19,6 +19,8 @@ at::Device use_gpu(int /*index*/) {
   fail(Code::kNoNccl, "this build of lockstep has no NCCL and uses no GPU. Rebuild with CUDA, or choose gloo.");
 }
 
+void look_on_during_captures() {}
+
 BackendPtr make_nccl_backend(const StorePtr& /*store*/, int rank, int /*size*/, std::chrono::milliseconds /*timeout*/) {
   fail(Code::kNoNccl, "[rank {}] this build of lockstep has no NCCL. Rebuild with CUDA, or choose the backend 'gloo'.",
        rank);

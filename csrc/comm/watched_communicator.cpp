@@ -60,7 +60,9 @@ class WatchedTransfer final : public Transfer, public KnownEnd {
 class WatchedCommunicator final : public Communicator {
  public:
   WatchedCommunicator(std::shared_ptr<Communicator> inner, std::shared_ptr<Monitor> monitor, MakeOwn make_own)
-      : inner_(std::move(inner)), monitor_(std::move(monitor)), make_own_(std::move(make_own)) {}
+      : inner_(std::move(inner)), monitor_(std::move(monitor)), make_own_(std::move(make_own)) {
+    tell_monitor();
+  }
 
   [[nodiscard]] int rank() const override { return inner_->rank(); }
   [[nodiscard]] int size() const override { return inner_->size(); }
@@ -84,10 +86,12 @@ class WatchedCommunicator final : public Communicator {
   TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override {
     return watch(inner_->reduce_scatter(std::move(output), std::move(input)));
   }
+  void abort(const std::string& report) override { inner_->abort(report); }
   void isolate() override {
     if (!make_own_) return;
     explaining(monitor_.get(), [this] {
       if (auto own = make_own_()) inner_ = std::move(own);
+      tell_monitor();
     });
     make_own_ = nullptr;
   }
@@ -104,6 +108,13 @@ class WatchedCommunicator final : public Communicator {
   [[nodiscard]] std::shared_ptr<Monitor> monitor() const override { return monitor_; }
 
  private:
+  void tell_monitor() {
+    if (!monitor_) return;
+    monitor_->set_abort([inner = std::weak_ptr(inner_)](const std::string& report) {
+      if (const auto alive = inner.lock()) alive->abort(report);
+    });
+  }
+
   TransferPtr watch(TransferPtr transfer) {
     return monitor_ ? std::make_unique<WatchedTransfer>(std::move(transfer), monitor_) : std::move(transfer);
   }

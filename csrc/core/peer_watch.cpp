@@ -105,7 +105,8 @@ std::chrono::milliseconds PeerWatch::silence(size_t rank, const Standing& line, 
 }
 
 PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, TimePoint now, Because because) {
-  const auto dead_after = because == Because::kCollectiveFailed ? kSilence : threshold_;
+  const auto dead_after = because == Because::kWaiting ? threshold_ : kSilence;
+  const bool host_waits = because != Because::kDeviceWaits;
   seen_.resize(lines.size());
   std::vector<std::string> missing;
   std::vector<std::string> elsewhere;  // wait as we do, but for something else
@@ -138,7 +139,7 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
       continue;
     }
     if (line.stage == Stage::kLeft) {
-      if (hopeless.empty()) hopeless = told;
+      if (host_waits && hopeless.empty()) hopeless = told;
       continue;
     }
     const auto quiet = silence(r, line, now);
@@ -154,7 +155,7 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
     if (!is_waiting(line.stage)) missing.push_back(told);
     if (is_waiting(line.stage) && !here) elsewhere.push_back(told);
   }
-  if (hopeless.empty() && all_wait && !elsewhere.empty() && mine.since_ms >= threshold_.count()) {
+  if (host_waits && hopeless.empty() && all_wait && !elsewhere.empty() && mine.since_ms >= threshold_.count()) {
     hopeless =
         fmt::format("all ranks wait, but not for the same: {}. Their collectives do not match", listed(elsewhere));
     code = Code::kMismatchedWaits;

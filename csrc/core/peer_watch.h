@@ -28,8 +28,12 @@ class PeerWatch {
   /// Lines change every second; a rank that is silent for this long is presumed dead.
   static constexpr std::chrono::milliseconds kSilence{3500};
 
-  /// Why we ask. When a collective has failed already, silence needs no threshold to be the reason.
-  enum class Because { kWaiting, kCollectiveFailed };
+  /// Why we ask.
+  enum class Because {
+    kWaiting,
+    kCollectiveFailed,  ///< Silence needs no threshold to be the reason.
+    kDeviceWaits,       ///< The host does not, and may be further. Nor does silence; but who has left may be done.
+  };
 
   struct Judgement {
     std::string error;    ///< Waiting is hopeless, and why; empty: it is not. With its code.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "comm/host_copy.h"
 #include "core/error.h"
 
 namespace lockstep {
@@ -130,18 +131,16 @@ void FactorSeeds::set_state(const at::Tensor& state) {
 
 void draw_factors(const at::Tensor& q, const std::vector<MatrixGroup>& groups, uint64_t seed, bool as_one) {
   const at::Generator generator = at::detail::createCPUGenerator(seed);
-  // By way of pinned memory, so that the host does not wait for a device.
-  at::Tensor drawn = q;
-  if (!q.is_cpu()) drawn = at::empty_like(q, q.options().device(at::kCPU).pinned_memory(true));
+  const at::Tensor drawn = q.is_cpu() ? q : staging(q.numel(), q.scalar_type(), q.device()).view_as(q);
   for (const MatrixGroup& group : groups) {
     at::Tensor all = group.q_of(drawn);
     if (as_one) {
-      all.copy_(at::randn(all.sizes(), generator, all.options().pinned_memory(false)));
+      all.copy_(at::randn(all.sizes(), generator, all.options()));
       continue;
     }
     for (int64_t i = 0; i < group.count; ++i) {
       const at::Tensor one = all.narrow(0, i, 1);
-      one.copy_(at::randn(one.sizes(), generator, one.options().pinned_memory(false)));
+      one.copy_(at::randn(one.sizes(), generator, one.options()));
     }
   }
   if (!q.is_cpu()) q.copy_(drawn, /*non_blocking=*/true);

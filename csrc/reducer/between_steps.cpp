@@ -95,6 +95,7 @@ Reducer::~Reducer() = default;
 
 bool Reducer::begin_step() {
   const std::lock_guard lock(mutex_);
+  raise_if_lost();
   raise_if_unfinished();
   if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) recover();
   check_frozen();

@@ -187,6 +187,18 @@ void Reducer::give_up(const PeerError& error) {
   progress_->give_up(unusable_);
 }
 
+/// The device may have waited for another rank that is gone, while the host did not.
+void Reducer::raise_if_lost() {
+  const auto monitor = comm_->monitor();
+  if (!monitor || !unusable_.empty()) return;
+  try {
+    monitor->raise_if_lost();
+  } catch (const PeerError& error) {
+    give_up(error);
+    throw;
+  }
+}
+
 void Reducer::check_guard(Reading reading) {
   if (std::exchange(guard_passed_, false)) return;
   Guard::Finding finding;

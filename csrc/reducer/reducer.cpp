@@ -253,6 +253,9 @@ void Reducer::finish() {
   ++num_reductions_;
   end_pass();
   last_times_ = times_;
+  if (const auto monitor = comm_->monitor(); monitor && !device().is_cpu() && !buffers_.are_captured()) {
+    monitor->mark(device());
+  }
   phase_ = Phase::kIdle;
   progress_->enter(Stage::kBetweenSteps);
 }

@@ -221,6 +221,19 @@ TEST(PeerWatch, SilenceIsHopelessAfterTheThresholdOrWhenACollectiveHasFailed) {
   EXPECT_THAT(failed.error, HasSubstr("rank 1 has not been heard of"));
 }
 
+TEST(PeerWatch, WhenOnlyTheDeviceWaitsTheDeadAndTheFailedAreReasonsAndNobodyElse) {
+  const auto because = PeerWatch::Because::kDeviceWaits;
+  constexpr milliseconds kLong{30000};
+  EXPECT_THAT(looked_twice(PeerWatch::kSilence, 1, waiting(30000), because, kLong).error, HasSubstr("[LS-021]"));
+  EXPECT_THAT(looked_twice(kLong, 2, waiting(60000), because, kLong).error, IsEmpty()) << "it is alive";
+  const auto with = [&](const Standing& other) {
+    return PeerWatch(0, kThreshold).judge({waiting(), other}, waiting(9000), kNow, because).error;
+  };
+  EXPECT_THAT(with(standing(Stage::kFailed, 7, 10, "oops")), HasSubstr("rank 1 has failed: oops"));
+  EXPECT_THAT(with(standing(Stage::kLeft, 7, 10)), IsEmpty()) << "it may have done all that we wait for";
+  EXPECT_THAT(with(standing(Stage::kBufferWait, 8, 9000)), IsEmpty()) << "it waits for our host";
+}
+
 TEST(PeerWatch, RanksThatAllWaitForDifferentThingsWillDoSoForEver) {
   const Standing elsewhere = standing(Stage::kBufferWait, 8, 2000);
   const auto judgement = judged({waiting(), elsewhere}, waiting(2000));

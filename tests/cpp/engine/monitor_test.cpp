@@ -9,6 +9,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -153,6 +154,31 @@ TEST(Monitor, AFailureElsewhereMakesWaitingHopelessUntilTheWaitEnds) {
   EXPECT_EQ(ranks.verdict(1), "") << "it does not wait";
   ranks.progress[0]->enter(Stage::kForward);
   EXPECT_TRUE(eventually([&] { return ranks.verdict(0).empty(); }));
+}
+
+TEST(Monitor, AHopelessWaitAbortsTheCollectivesOnceAndForGood) {
+  Ranks ranks(2);
+  std::mutex mutex;
+  std::vector<std::string> reasons;
+  ranks.monitors[0]->set_abort([&](const std::string& reason) {
+    const std::lock_guard lock(mutex);
+    reasons.push_back(reason);
+  });
+  const auto count = [&] {
+    const std::lock_guard lock(mutex);
+    return reasons.size();
+  };
+  EXPECT_NO_THROW(ranks.monitors[0]->raise_if_lost());
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  ranks.monitors[1]->publish_failure("oops");
+  ASSERT_TRUE(eventually([&] { return count() == 1; }));
+  EXPECT_THAT(reasons.front(), AllOf(HasSubstr("rank 1 has failed: oops"), HasSubstr("[LS-020]")));
+  ranks.progress[0]->enter(Stage::kForward);
+  EXPECT_TRUE(eventually([&] { return ranks.verdict(0).empty(); }));
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  EXPECT_TRUE(eventually([&] { return !ranks.verdict(0).empty(); }));
+  EXPECT_EQ(count(), 1U);
+  EXPECT_THAT([&] { ranks.monitors[0]->raise_if_lost(); }, ThrowsMessage<PeerError>(HasSubstr("rank 1 has failed")));
 }
 
 TEST(Monitor, ARankThatIsDestroyedSaysThatItLeaves) {
