@@ -59,7 +59,7 @@ def _share(result: dict[str, Any], names: tuple[str, ...]) -> float | None:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
+    return "-" if share is None else f"{round(100 * share)} %"
 
 
 def _title(result: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ using BucketLimits = std::vector<int64_t>;
 /// Limits for a model on a device, where the user gave none.
 ///
 /// Every bucket costs the host a collective, and backward is often bound by the host: 100 MiB beat 25 MiB by up to 4
-/// points of a step, and 283 MiB beat 100 on 4.5 GiB of gradients by 3 to 10 (csrc/README.md). But a model needs some
+/// points of a step, and 300 MiB beat 100 on 4.5 GiB of gradients by 2 to 8 (csrc/README.md). But a model needs some
 /// buckets for reduction and backward to overlap. So: a quarter of the model, between 25 and 100 MiB; of large models a
 /// sixteenth, up to 400 MiB; up to 100 MiB of gradients torch's limits (1 MiB first, then 25).
 /// @param total_bytes  of all gradients.
