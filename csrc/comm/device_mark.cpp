@@ -6,26 +6,31 @@
 
 namespace lockstep {
 
-void DeviceMark::set(at::Device device) {
+void DeviceMark::set(at::Device device, uint32_t step) {
   const std::lock_guard lock(mutex_);
   const c10::impl::VirtualGuardImpl guard(device.type());
   if (!event_) event_.emplace(device.type());
   event_->record(guard.getStream(device));
+  awaited_ = true;
   set_ = Clock::now();
+  step_ = step;
 }
 
-std::optional<std::chrono::milliseconds> DeviceMark::overdue(std::chrono::milliseconds patience) {
+DeviceMark::Sight DeviceMark::look() {
   const std::lock_guard lock(mutex_);
-  if (!event_) return std::nullopt;
-  const auto age = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - set_);
-  if (age < patience) return std::nullopt;
+  if (!awaited_) return {};
+  Sight sight{.state = Sight::State::kAhead,
+              .age = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - set_),
+              .step = step_};
   look_on_during_captures();
   try {
-    if (!event_->query()) return age;
-  } catch (const c10::Error&) {
+    awaited_ = !event_->query();
+    if (!awaited_) sight.state = Sight::State::kReached;
+  } catch (const c10::Error& error) {
+    sight.state = Sight::State::kDeviceFailed;
+    sight.error = error.what_without_backtrace();
   }
-  event_.reset();
-  return std::nullopt;
+  return sight;
 }
 
 }  // namespace lockstep

@@ -32,6 +32,8 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "it is written by sign
 
 std::vector<uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
 }  // namespace
 
 struct Monitor::State {
@@ -110,6 +112,7 @@ struct Monitor::State {
     if (!store_lost) {
       try {
         if (now >= next_beat) {
+          note_device_failure();
           publish(progress->look());
           next_beat = now + kHeartbeat;
         }
@@ -149,14 +152,24 @@ struct Monitor::State {
     give_up_device(judgement.error);
   }
 
+  /// Where a kernel has failed, each collective behind it is one that the other ranks wait for.
+  void note_device_failure() {
+    if (has_ended(progress->stage())) return;
+    const DeviceMark::Sight sight = mark.look();
+    if (sight.state != DeviceMark::Sight::State::kDeviceFailed) return;
+    progress->fail(coded(Code::kDeviceFailed, fmt::format("[rank {}] its device has failed in step {} or before: {}",
+                                                          rank, sight.step, first_line(sight.error))));
+  }
+
   /// The host does not wait, or in code that is not ours; does the device?
   void look_at_device(Standing mine, Clock::time_point now) {
     if (now < next_look) return;
-    const std::optional<milliseconds> overdue = mark.overdue(threshold);
-    if (!overdue) return;
+    const DeviceMark::Sight sight = mark.look();
+    if (sight.state != DeviceMark::Sight::State::kAhead || sight.age < threshold) return;
     next_look = now + std::min(kHeartbeat, threshold / 4) * std::max(1, size / kRanksPerSecond);
     mine.stage = Stage::kBucketWait;
-    mine.since_ms = overdue->count();
+    mine.step = sight.step;
+    mine.since_ms = sight.age.count();
     mine.detail = "its device to finish the reduction";
     give_up_device(judge(mine, PeerWatch::Because::kDeviceWaits).error);
   }
@@ -216,7 +229,10 @@ struct Monitor::State {
     lock.unlock();
     if (!store_lost) {
       try {
-        if (!has_ended(progress->stage())) progress->enter(Stage::kLeft);
+        note_device_failure();
+        const Stage stage = progress->stage();
+        const bool between = stage == Stage::kBetweenSteps || stage == Stage::kConstruction;
+        if (!has_ended(stage)) progress->enter(between ? Stage::kLeft : Stage::kLeftInStep);
         publish(progress->look());
       } catch (const std::exception&) {  // the store may have gone first
       }
@@ -259,7 +275,7 @@ void Monitor::raise_if_lost() {
   if (!state_->lost.empty()) throw PeerError(state_->lost);
 }
 
-void Monitor::mark(at::Device device) { state_->mark.set(device); }
+void Monitor::mark(at::Device device) { state_->mark.set(device, state_->progress->step()); }
 
 void Monitor::set_abort(std::function<void(const std::string&)> abort) {
   const std::lock_guard lock(state_->mutex);

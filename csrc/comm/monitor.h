@@ -51,7 +51,7 @@ class Monitor {
   /// @throws PeerError  the collectives were aborted: what the device has computed since is of no use.
   void raise_if_lost();
 
-  /// What `device`'s current stream has been given so far needs the other ranks.
+  /// What `device`'s current stream has been given so far ends this step, and needs the other ranks.
   void mark(at::Device device);
 
   /// How to abort the collectives of this rank, given the reason. Called by the monitor's thread, at most once.

@@ -40,6 +40,8 @@ std::string doing(const Standing& standing) {
       return fmt::format("has failed in step {}", standing.step);
     case Stage::kLeft:
       return fmt::format("has dropped its model or ended after step {}", standing.step);
+    case Stage::kLeftInStep:
+      return fmt::format("has dropped its model or ended in the middle of step {}", standing.step);
   }
   return "";
 }
@@ -86,7 +88,7 @@ std::optional<Standing> decode(std::string_view line) {
     if (std::from_chars(line.data(), line.data() + end, number).ec != std::errc()) return std::nullopt;
     line.remove_prefix(end + 1);
   }
-  if (numbers[1] < 0 || numbers[1] > static_cast<int64_t>(Stage::kLeft)) return std::nullopt;
+  if (numbers[1] < 0 || numbers[1] > static_cast<int64_t>(Stage::kLeftInStep)) return std::nullopt;
   return Standing{.beat = static_cast<uint64_t>(numbers[0]),
                   .stage = static_cast<Stage>(numbers[1]),
                   .step = static_cast<uint32_t>(numbers[2]),
@@ -138,8 +140,10 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
       if (passed_on.empty()) passed_on = fmt::format("rank {} has given up: {}", rank, line.detail);
       continue;
     }
-    if (line.stage == Stage::kLeft) {
-      if (host_waits && hopeless.empty()) hopeless = told;
+    if (has_left(line.stage)) {
+      // What a device waits for, a rank that has left may have done.
+      const bool done = line.step > mine.step || (line.step == mine.step && line.stage == Stage::kLeft);
+      if ((host_waits || !done) && hopeless.empty()) hopeless = told;
       continue;
     }
     const auto quiet = silence(r, line, now);

@@ -32,7 +32,8 @@ class PeerWatch {
   enum class Because {
     kWaiting,
     kCollectiveFailed,  ///< Silence needs no threshold to be the reason.
-    kDeviceWaits,       ///< The host does not, and may be further. Nor does silence; but who has left may be done.
+    kDeviceWaits,       ///< The host does not, and may be further. Nor does silence need a threshold; and who has left
+                        ///< may have done its part.
   };
 
   struct Judgement {

@@ -23,11 +23,14 @@ enum class Stage : uint8_t {
   kGaveUp,      ///< A collective has failed, probably because of another rank: looks for that one, or has found it.
   kFailed,      ///< Has raised an error; nothing has happened since.
   kLeft,        ///< The model is gone.
+  kLeftInStep,  ///< The model is gone, and had not finished its step.
 };
 
 [[nodiscard]] constexpr bool is_waiting(Stage stage) {
   return stage == Stage::kBucketWait || stage == Stage::kBufferWait;
 }
+
+[[nodiscard]] constexpr bool has_left(Stage stage) { return stage == Stage::kLeft || stage == Stage::kLeftInStep; }
 
 /// Nothing follows. That the model is gone as well says less.
 [[nodiscard]] constexpr bool has_ended(Stage stage) { return stage == Stage::kGaveUp || stage == Stage::kFailed; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -78,11 +79,14 @@ def device_assert(model: nn.Module) -> None:
 
 
 def out_of_memory(model: nn.Module) -> None:
-    """Too little is left for what the comm hook sends."""
+    """Nothing is left for blocks above 1 MiB, such as what the comm hook sends; smaller ones have a pool of their own."""
     torch.cuda.empty_cache()
-    spare = 2 << 20
     whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + spare) / whole)
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
+    taken = []
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            taken.append(torch.empty(5 << 16, device="cuda"))
     step_of(model)
 
 

@@ -56,7 +56,7 @@ TEST(PeerLine, ComesBackAsItWasWritten) {
 }
 
 TEST(PeerLine, EveryStageComesBack) {
-  for (int stage = 0; stage <= static_cast<int>(Stage::kLeft); ++stage) {
+  for (int stage = 0; stage <= static_cast<int>(Stage::kLeftInStep); ++stage) {
     const auto read = decode(encode(standing(static_cast<Stage>(stage), 3)));
     ASSERT_TRUE(read) << stage;
     EXPECT_EQ(static_cast<int>(read->stage), stage);
@@ -66,7 +66,7 @@ TEST(PeerLine, EveryStageComesBack) {
 TEST(PeerLine, IsRefusedWhenMalformed) {
   const std::string good = encode(standing(Stage::kForward, 3, 4, "x"));
   EXPECT_TRUE(decode(good));
-  const std::string unknown_stage = encode(standing(static_cast<Stage>(static_cast<int>(Stage::kLeft) + 1), 3));
+  const std::string unknown_stage = encode(standing(static_cast<Stage>(static_cast<int>(Stage::kLeftInStep) + 1), 3));
   for (const std::string& bad :
        {std::string(), std::string("hello"), good.substr(0, 3), unknown_stage,
         std::string("1\x1f-1\x1f") + "3\x1f" + "4\x1fx", std::string("1\x1f") + "2\x1f" + "3\x1f" + "4",
@@ -231,6 +231,10 @@ TEST(PeerWatch, WhenOnlyTheDeviceWaitsTheDeadAndTheFailedAreReasonsAndNobodyElse
   };
   EXPECT_THAT(with(standing(Stage::kFailed, 7, 10, "oops")), HasSubstr("rank 1 has failed: oops"));
   EXPECT_THAT(with(standing(Stage::kLeft, 7, 10)), IsEmpty()) << "it may have done all that we wait for";
+  EXPECT_THAT(with(standing(Stage::kLeftInStep, 8, 10)), IsEmpty()) << "likewise";
+  EXPECT_THAT(with(standing(Stage::kLeftInStep, 7, 10)),
+              HasSubstr("rank 1 has dropped its model or ended in the middle"));
+  EXPECT_THAT(with(standing(Stage::kLeft, 6, 10)), HasSubstr("after step 6"));
   EXPECT_THAT(with(standing(Stage::kBufferWait, 8, 9000)), IsEmpty()) << "it waits for our host";
 }
 

@@ -189,6 +189,13 @@ TEST(Monitor, ARankThatIsDestroyedSaysThatItLeaves) {
   EXPECT_THAT(ranks.verdict(0), AllOf(HasSubstr("rank 1 has dropped its model or ended"), HasSubstr("[LS-021]")));
 }
 
+TEST(Monitor, ARankThatIsDestroyedWithinAStepSaysSo) {
+  Ranks ranks(2);
+  ranks.progress[1]->next_step();
+  ranks.monitors[1].reset();
+  EXPECT_TRUE(ranks.has_said(1, Stage::kLeftInStep, 1));
+}
+
 TEST(Monitor, ARankThatHasFailedDoesNotSayThatItLeft) {
   Ranks ranks(2);
   ranks.progress[1]->fail("oops");
