@@ -79,7 +79,7 @@ def device_assert(model: nn.Module) -> None:
 
 
 def out_of_memory(model: nn.Module) -> None:
-    """Nothing is left for blocks above 1 MiB, such as what the comm hook sends; smaller ones have a pool of their own."""
+    """Nothing is left for blocks above 1 MiB, such as what the comm hook sends; smaller ones have their own pool."""
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
