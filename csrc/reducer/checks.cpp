@@ -176,7 +176,10 @@ void Reducer::start_guard(bool joined) {
   // Buckets of another size than the other ranks' must not leave: some groups abort the process over them.
   const std::array<uint64_t, 3> sizes{static_cast<uint64_t>(word.mode), word.plan, word.hook};
   if (sizes == agreed_sizes_) return;
+  const Stage stage = progress_->stage();
+  progress_->enter(Stage::kBucketWait);
   check_guard(Reading::kNow);
+  progress_->enter(stage);
   agreed_sizes_ = sizes;
   guard_passed_ = true;
 }

@@ -79,14 +79,16 @@ def device_assert(model: nn.Module) -> None:
 
 
 def out_of_memory(model: nn.Module) -> None:
-    """Nothing is left for blocks above 1 MiB, such as what the comm hook sends; smaller ones have their own pool."""
+    """What is left is enough for the gradient of one layer (4 MiB), but not for what the int8 hook sends (6 MiB)."""
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / whole)
+    left = torch.empty(5 << 18, device="cuda")
     taken = []
     with contextlib.suppress(torch.OutOfMemoryError):
         while True:
             taken.append(torch.empty(5 << 16, device="cuda"))
+    del left
     step_of(model)
 
 
@@ -100,7 +102,8 @@ def train(fault: Callable[[nn.Module], None], bad_rank: int, communicator: str, 
     bad = dist.get_rank() == bad_rank
     differs = fault is other_bucket_size
     torch.manual_seed(0)
-    size = 2 if differs and bad else 5
+    lacks_memory = fault is out_of_memory
+    size = 100 if lacks_memory else 2 if differs and bad else 5
     model = lockstep.DistributedDataParallel(
         Net().cuda(), bucket_cap_mb=size, communicator=communicator, stall_threshold=THRESHOLD
     )
@@ -108,7 +111,7 @@ def train(fault: Callable[[nn.Module], None], bad_rank: int, communicator: str, 
     try:
         for _ in range(0 if differs else GOOD_STEPS):
             step_of(model)
-        model.set_comm_hook("fp16" if fault is out_of_memory else "allreduce")
+        model.set_comm_hook("int8" if lacks_memory else "allreduce")
         torch.cuda.synchronize()
         dist.barrier()
         began = time.monotonic()

@@ -68,11 +68,12 @@ def test_a_rank_killed_in_a_collective_is_named(communicator: str, reads_loss: b
 
 @pytest.mark.parametrize("round", ROUNDS)
 @pytest.mark.parametrize("communicator", COMMUNICATORS)
-def test_a_device_side_assert_ends_both_ranks_with_an_error(communicator: str, round: int):
-    by_torch = communicator == "auto"  # c10d's own watchdog ends the process of rank 1, before or after the error
-    texts = _told(cuda_faults.device_assert, communicator, reads_loss=True, lost=(1,) if by_torch else ())
-    assert by_torch or "device-side assert" in texts[1], texts[1]
-    assert "rank 1" in texts[0] and "[LS-02" in texts[0], texts[0]
+def test_a_device_side_assert_is_told_to_the_other_rank(communicator: str, round: int):
+    # Rank 1 has CUDA's error, but c10d's own watchdog ends its process, sooner or later.
+    texts = _told(cuda_faults.device_assert, communicator, reads_loss=True, lost=(1,))
+    failed = "its device has failed" in texts[0] and "[LS-035]" in texts[0]
+    died = "rank 1 has not been heard of" in texts[0] and "[LS-021]" in texts[0]
+    assert failed or died, texts[0]
 
 
 @pytest.mark.parametrize("communicator", COMMUNICATORS)

@@ -74,6 +74,43 @@ TEST(Reducer, IssuesTwoCollectivesAStepForOneBucketAndOneMoreToAgreeOnThePlan) {
   });
 }
 
+/// Notes at which stage its rank waits for the agreement on a pass.
+class StageNoting final : public ThreadCommunicator {
+ public:
+  StageNoting(std::shared_ptr<testing::ThreadWorld> world, int rank, std::shared_ptr<Progress> progress)
+      : ThreadCommunicator(std::move(world), rank), progress_(std::move(progress)) {}
+
+  TransferPtr max(at::Tensor data) override {
+    return std::make_unique<Noting>(ThreadCommunicator::max(std::move(data)), *this);
+  }
+  std::vector<Stage> stages;
+
+ private:
+  struct Noting final : Transfer {
+    Noting(TransferPtr inner, StageNoting& comm) : inner_(std::move(inner)), comm_(comm) {}
+    void wait() override {
+      comm_.stages.push_back(comm_.progress_->stage());
+      inner_->wait();
+    }
+    TransferPtr inner_;
+    StageNoting& comm_;
+  };
+  std::shared_ptr<Progress> progress_;
+};
+
+TEST(Reducer, IsSeenWaitingWhereverItAgreesWithTheOthers) {
+  auto world = std::make_shared<testing::ThreadWorld>(2);
+  run_ranks(2, [&](const Comm& rank) {
+    auto progress = std::make_shared<Progress>();
+    auto comm = std::make_shared<StageNoting>(world, rank->rank(), progress);
+    Model model;
+    auto reducer = Reducer::create(model.params(), comm, {}, make_comm_hook("allreduce"), progress);
+    for (int i = 0; i < 3; ++i) step(*reducer, model, 1);  // before the first bucket, then with another plan, then last
+    EXPECT_THAT(comm->stages, ElementsAre(Stage::kBucketWait, Stage::kBucketWait, Stage::kBucketWait));
+    EXPECT_EQ(progress->stage(), Stage::kBetweenSteps);
+  });
+}
+
 TEST(Reducer, TakesThePlanOfRankZeroWhenRanksSawDifferentOrders) {
   run_ranks(2, [](Comm comm) {
     Model model;
