@@ -7,6 +7,7 @@ own standard library, so any machine has the data; figures depend on the Python 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sysconfig
@@ -144,8 +145,17 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace, results: list[dict]) -> None:
-    """Print mean and standard deviation over seeds, and write every run."""
-    for task in options.tasks:
+    """Print mean and standard deviation over seeds, write every run, and draw."""
+    settings = {"world_size": dist.get_world_size(), "seeds": options.seeds, "powersgd_start": START}
+    show(settings, results)
+    write_json(options.json, "hook_convergence", {"settings": settings, "results": results})
+    if options.picture:
+        draw(settings, results, options.picture)
+
+
+def show(settings: dict, results: list[dict]) -> None:
+    """One table a task."""
+    for task in dict.fromkeys(result["task"] for result in results):
         mine = [r for r in results if r["task"] == task]
         figures = list(mine[0]["runs"][0])
         rows = []
@@ -156,10 +166,39 @@ def report(options: argparse.Namespace, results: list[dict]) -> None:
                 row += [statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None]
             rows.append(row)
         columns = ["contender", *(column for figure in figures for column in (figure, "+-"))]
-        title = f"{task}, {mine[0]['steps']} steps, {dist.get_world_size()} processes, {options.seeds} seeds"
+        title = f"{task}, {mine[0]['steps']} steps, {settings['world_size']} processes, {settings['seeds']} seeds"
         print_table(title, columns, [rows])
-    settings = {"world_size": dist.get_world_size(), "seeds": options.seeds, "powersgd_start": START}
-    write_json(options.json, "hook_convergence", {"settings": settings, "results": results})
+
+
+#: What a figure is, and in what.
+AXES = {"loss": "loss, nats", "accuracy": "accuracy", "bits_per_byte": "loss, bits per byte"}
+
+
+def draw(settings: dict, results: list[dict], path: Path) -> None:
+    """A panel for each figure, a row for each hook: a dot for each seed, a line at the mean of those without a hook."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(result["contender"] for result in results))
+    shown = list(dict.fromkeys((result["task"], figure) for result in results for figure in result["runs"][0]))
+    size = (2 + 2.6 * len(shown), 1.4 + 0.25 * len(names))
+    figure, panels = pyplot.subplots(1, len(shown), sharey=True, squeeze=False, figsize=size, layout="constrained")
+    for panel, (task, what) in zip(panels[0], shown, strict=True):
+        for place, name in enumerate(names):
+            runs = [run for r in results if (r["task"], r["contender"]) == (task, name) for run in r["runs"]]
+            values = [run[what] for run in runs]
+            panel.plot(values, [place] * len(values), "o", color="tab:orange" if place else "black", markersize=4)
+            if place == 0:
+                panel.axvline(statistics.mean(values), color="black", linewidth=0.8)
+        panel.set_title(task, fontsize=9)
+        panel.set_xlabel(AXES[what], fontsize=8)
+        panel.tick_params(labelsize=8)
+    panels[0][0].set_yticks(range(len(names)), names)
+    panels[0][0].set_ylim(len(names) - 0.5, -0.5)  # no hook on top
+    figure.suptitle(f"After training with each comm hook: {settings['seeds']} seeds", fontsize=9)
+    figure.savefig(path, dpi=150)
 
 
 def spawned(rank: int, options: argparse.Namespace, store: str) -> None:
@@ -177,7 +216,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of every hook (default 3)")
     parser.add_argument("--world", type=int, default=2, help="processes to start (default 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the figures there (needs matplotlib)")
+    parser.add_argument("--show", type=Path, metavar="RESULT", help="measure nothing: show a JSON written before")
     options = parser.parse_args()
+    if options.show:
+        old = json.loads(options.show.read_text())
+        show(old["settings"], old["results"])
+        if options.picture:
+            draw(old["settings"], old["results"], options.picture)
+        return
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(spawned, (options, f"{folder}/store"), nprocs=options.world)
 

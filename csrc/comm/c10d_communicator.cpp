@@ -205,12 +205,13 @@ TransferPtr C10dCommunicator::reduce_scatter(at::Tensor output, at::Tensor input
 
 /// The group is of no use to anybody any more. Without this, c10d's NCCL would keep the device busy until its timeout
 /// and then end the process.
-void C10dCommunicator::abort(const std::string& /*report*/) {
-  if (!groups_) return;
+bool C10dCommunicator::abort(const std::string& /*report*/) {
+  if (!groups_) return false;
   try {
     group_->getBackend(c10::DeviceType::CUDA)->abort();
   } catch (const std::exception&) {  // it is ending by itself
   }
+  return true;
 }
 
 }  // namespace lockstep

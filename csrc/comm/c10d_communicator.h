@@ -28,7 +28,7 @@ class C10dCommunicator final : public Communicator {
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
   TransferPtr all_to_all(at::Tensor output, at::Tensor input) override;
   TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override;
-  void abort(const std::string& report) override;
+  bool abort(const std::string& report) override;
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
 
  private:

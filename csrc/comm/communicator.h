@@ -79,7 +79,8 @@ class Communicator {
   /// use. Later calls raise. On the host nothing, because its waits give up by themselves. May be called from any
   /// thread.
   /// @param report  why, with its code.
-  virtual void abort(const std::string& /*report*/) {}
+  /// @returns       whether there was anything to abort.
+  virtual bool abort(const std::string& /*report*/) { return false; }
 
   /// Blocks until `wait_for(patience)` returns true: for waits that are not those of a Transfer.
   /// @throws lockstep::Error  `timeout` has passed.

@@ -50,7 +50,7 @@ struct Monitor::State {
   bool ended = false;
   std::string verdict;
   std::string lost;  // why the collectives were aborted
-  std::function<void(const std::string&)> abort;
+  Abort abort;
   DeviceMark mark;
 
   std::atomic<uint64_t> beat{0};
@@ -176,14 +176,16 @@ struct Monitor::State {
 
   /// Nobody will ever take part in what is on its way: whoever waits for the device must be let go.
   void give_up_device(const std::string& reason) {
-    std::function<void(const std::string&)> act;
+    Abort act;
     {
       const std::lock_guard lock(mutex);
       if (reason.empty() || !abort) return;
       lost = reason;
       act = std::exchange(abort, nullptr);
     }
-    act(reason);
+    if (act(reason)) return;
+    const std::lock_guard lock(mutex);
+    lost.clear();
   }
 
   [[nodiscard]] std::string about_lost_store(const Standing& mine) const {
@@ -277,7 +279,7 @@ void Monitor::raise_if_lost() {
 
 void Monitor::mark(at::Device device) { state_->mark.set(device, state_->progress->step()); }
 
-void Monitor::set_abort(std::function<void(const std::string&)> abort) {
+void Monitor::set_abort(Abort abort) {
   const std::lock_guard lock(state_->mutex);
   if (state_->lost.empty()) state_->abort = std::move(abort);
 }

@@ -54,8 +54,10 @@ class Monitor {
   /// What `device`'s current stream has been given so far ends this step, and needs the other ranks.
   void mark(at::Device device);
 
-  /// How to abort the collectives of this rank, given the reason. Called by the monitor's thread, at most once.
-  void set_abort(std::function<void(const std::string&)> abort);
+  /// Aborts the collectives of this rank, given the reason, and says whether there was anything to abort.
+  using Abort = std::function<bool(const std::string&)>;
+  /// Called by the monitor's thread, at most once.
+  void set_abort(Abort abort);
 
   /// A collective has failed here, and the cause is probably another rank: says so to the others, and gives that one
   /// a moment to be seen dead or failed. Where none is, the failure is published as our own. Returns what was found

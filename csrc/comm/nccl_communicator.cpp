@@ -141,7 +141,10 @@ class NcclCommunicator final : public Communicator {
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
   TransferPtr all_to_all(at::Tensor output, at::Tensor input) override;
   TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override;
-  void abort(const std::string& report) override { watchdog_->request_end(report); }
+  bool abort(const std::string& report) override {
+    watchdog_->request_end(report);
+    return true;
+  }
 
  private:
   enum class Order { kAny, kRowMajor };

@@ -63,7 +63,7 @@ class TimedCommunicator final : public Communicator {
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
   TransferPtr all_to_all(at::Tensor output, at::Tensor input) override;
   TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override;
-  void abort(const std::string& report) override { inner_->abort(report); }
+  bool abort(const std::string& report) override { return inner_->abort(report); }
   void outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for) override { inner_->outwait(wait_for); }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_->timeout(); }
   [[nodiscard]] std::shared_ptr<Monitor> monitor() const override { return inner_->monitor(); }

@@ -86,7 +86,7 @@ class WatchedCommunicator final : public Communicator {
   TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override {
     return watch(inner_->reduce_scatter(std::move(output), std::move(input)));
   }
-  void abort(const std::string& report) override { inner_->abort(report); }
+  bool abort(const std::string& report) override { return inner_->abort(report); }
   void isolate() override {
     if (!make_own_) return;
     explaining(monitor_.get(), [this] {
@@ -111,7 +111,8 @@ class WatchedCommunicator final : public Communicator {
   void tell_monitor() {
     if (!monitor_) return;
     monitor_->set_abort([inner = std::weak_ptr(inner_)](const std::string& report) {
-      if (const auto alive = inner.lock()) alive->abort(report);
+      const auto alive = inner.lock();
+      return alive && alive->abort(report);
     });
   }
 

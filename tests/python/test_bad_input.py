@@ -135,11 +135,12 @@ def _no_bucket(state: object, gradients: dist.GradBucket) -> torch.futures.Futur
     raise AssertionError("never called")
 
 
-def _answers_a_tensor(state: object, bucket: dist.GradBucket):
+# Without annotations, which are text in this file: torch's class refuses those before it calls the hook.
+def _answers_a_tensor(state, bucket):
     return bucket.buffer()
 
 
-def _answers_nothing(state: object, bucket: dist.GradBucket):
+def _answers_nothing(state, bucket):
     return None
 
 
@@ -195,7 +196,7 @@ METHODS = {
     "builtin_after_hook": Case(_builtin_after_hook, ("can only be called once", "allreduce_hook")),
     "builtin_by_name": Case(_call("_register_builtin_comm_hook", "ALLREDUCE"), ("BuiltinCommHookType", "'ALLREDUCE'")),
     "hook_answers_a_tensor": Case(_step_with(_answers_a_tensor), ("_answers_a_tensor", "Future")),
-    "hook_answers_nothing": Case(_step_with(_answers_nothing), ("_answers_nothing", "None"), ValueError, UNCHECKED),
+    "hook_answers_nothing": Case(_step_with(_answers_nothing), ("_answers_nothing", "None"), RuntimeError, UNCHECKED),
     "fused_optimizer_of_no_kind": Case(_call("_register_fused_optim", nn.Linear, 0.1)),
     "buffer_hook_not_callable": Case(_call("_register_buffer_comm_hook", None, 1), ("callable",)),
     "sparse_indices": Case(

@@ -163,6 +163,7 @@ TEST(Monitor, AHopelessWaitAbortsTheCollectivesOnceAndForGood) {
   ranks.monitors[0]->set_abort([&](const std::string& reason) {
     const std::lock_guard lock(mutex);
     reasons.push_back(reason);
+    return true;
   });
   const auto count = [&] {
     const std::lock_guard lock(mutex);
@@ -179,6 +180,21 @@ TEST(Monitor, AHopelessWaitAbortsTheCollectivesOnceAndForGood) {
   EXPECT_TRUE(eventually([&] { return !ranks.verdict(0).empty(); }));
   EXPECT_EQ(count(), 1U);
   EXPECT_THAT([&] { ranks.monitors[0]->raise_if_lost(); }, ThrowsMessage<PeerError>(HasSubstr("rank 1 has failed")));
+}
+
+TEST(Monitor, WithNothingToAbortAHopelessWaitIsForgottenWhenItEnds) {
+  Ranks ranks(2);
+  std::atomic<int> calls = 0;
+  ranks.monitors[0]->set_abort([&](const std::string&) {
+    ++calls;
+    return false;
+  });
+  ranks.progress[0]->enter(Stage::kBucketWait);
+  ranks.monitors[1]->publish_failure("oops");
+  ASSERT_TRUE(eventually([&] { return calls == 1; }));
+  ranks.progress[0]->enter(Stage::kForward);
+  EXPECT_TRUE(eventually([&] { return ranks.verdict(0).empty(); }));
+  EXPECT_NO_THROW(ranks.monitors[0]->raise_if_lost());
 }
 
 TEST(Monitor, ARankThatIsDestroyedSaysThatItLeaves) {
