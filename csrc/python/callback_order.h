@@ -10,8 +10,10 @@ namespace lockstep::python {
 /// A callback of a future may issue another collective, on the thread that completed the first one. With several
 /// buckets on their way, these callbacks run in another order on each rank: collectives of different buckets meet,
 /// which ends the process under gloo. So a hook starts with one bucket at a time, until a whole pass has shown that the
-/// groups which it may use count no collective after `start` has returned; one that does communicate later stays with
-/// one at a time. A hook that changes its habits after that is not noticed.
+/// groups which it may use count at most one collective for each bucket, and none after `start` has returned; one that
+/// does communicate later stays with one at a time. So does one with several: a callback that is added to a complete
+/// future runs at once, within `start`, and may come later the next time. A hook that changes its habits after such a
+/// pass is not noticed.
 ///
 /// Only for tensors on the host: on a device callbacks run when they are added, in the order of the buckets.
 class CallbackOrder {
@@ -27,10 +29,16 @@ class CallbackOrder {
 
   /// Every bucket of the pass is done, or given up.
   void on_pass_ended() {
-    if (habit_ == Habit::kUnknown && has_seen_one_) habit_ = Habit::kDoneWhenStarted;
+    if (habit_ == Habit::kUnknown && has_seen_one_ && !has_seen_several_) habit_ = Habit::kDoneWhenStarted;
+    has_seen_one_ = has_seen_several_ = false;
   }
-  /// The hook has returned. The GIL must be held since it was called, so that no callback has run.
-  void on_started() { started_at_ = count(); }
+  /// The hook is about to be called.
+  void on_starting() { starting_at_ = count(); }
+  /// The hook has returned, and no callback that it left behind has run: the GIL is held.
+  void on_started() {
+    started_at_ = count();
+    has_seen_several_ = has_seen_several_ || started_at_ > starting_at_ + 1;
+  }
   /// The bucket's future is complete, and no other bucket has been started.
   void on_done() {
     if (habit_ != Habit::kUnknown) return;
@@ -49,7 +57,9 @@ class CallbackOrder {
 
   std::vector<Group> groups_;
   Habit habit_ = Habit::kUnknown;
-  bool has_seen_one_ = false;
+  bool has_seen_one_ = false;      // in this pass
+  bool has_seen_several_ = false;  // in this pass, collectives of one bucket
+  uint64_t starting_at_ = 0;
   uint64_t started_at_ = 0;
 };
 

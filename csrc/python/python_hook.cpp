@@ -141,6 +141,7 @@ class PythonHook final : public CommHook {
     const bool on_host = bucket.memory.is_cpu();
     if (on_host && order_->one_at_a_time()) await_last(comm);
     const py::gil_scoped_acquire gil;
+    if (on_host) order_->on_starting();
     py::object result;
     try {
       result = hook_(state_, as_torch_bucket(bucket));

@@ -1,5 +1,6 @@
 """Comm hooks written in Python for torch, through the adapter."""
 
+import time
 from typing import Any
 
 import pytest
@@ -231,3 +232,45 @@ def _builtin(type_name: str) -> None:
                 dist.all_reduce(reference)
                 assert torch.equal(ours.grad, reference.float())
         pair.zero()
+
+
+#: In seconds, far more than it takes to call a hook for the next bucket.
+_SLOW = 0.3
+
+
+def _second_round_at_once_at_first() -> None:
+    """In the first steps the callback with the second round runs within the hook, because the first round is over."""
+    at_once, previous, overlapped = True, None, []
+
+    def hook(state, bucket):
+        nonlocal previous
+        overlapped.append(previous is not None and not previous.done())
+
+        def again(future: torch.futures.Future) -> torch.Tensor:
+            if not at_once:
+                time.sleep(_SLOW)  # a slow network
+            dist.all_reduce(future.value()[0])
+            return future.value()[0] / dist.get_world_size() ** 2
+
+        first = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        if at_once:
+            first.wait()
+        previous = first.then(again)
+        return previous
+
+    def wrap(module: torch.nn.Module) -> torch.nn.Module:
+        model = lockstep.DistributedDataParallel(module, bucket_cap_mb=0.0003)
+        model.register_comm_hook(None, hook)
+        return model
+
+    pair = Pair(Reversed, wrap)
+    for step in range(4):
+        at_once = step < 3
+        pair.backward(lambda step=step: rank_data(3, 6, step=step))
+        pair.check()
+        pair.zero()
+    assert len(overlapped) > 8 and not any(overlapped)
+
+
+def test_buckets_of_a_hook_with_two_rounds_never_overlap_even_if_the_second_was_once_inside_the_hook(ranks):
+    ranks.run(_second_round_at_once_at_first)
