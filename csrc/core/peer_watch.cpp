@@ -107,7 +107,7 @@ std::chrono::milliseconds PeerWatch::silence(size_t rank, const Standing& line, 
 }
 
 PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, TimePoint now, Because because) {
-  const auto dead_after = because == Because::kWaiting ? threshold_ : kSilence;
+  const auto dead_after = because == Because::kCollectiveFailed ? kSilence : threshold_;
   const bool host_waits = because != Because::kDeviceWaits;
   seen_.resize(lines.size());
   std::vector<std::string> missing;

@@ -32,8 +32,7 @@ class PeerWatch {
   enum class Because {
     kWaiting,
     kCollectiveFailed,  ///< Silence needs no threshold to be the reason.
-    kDeviceWaits,       ///< The host does not, and may be further. Nor does silence need a threshold; and who has left
-                        ///< may have done its part.
+    kDeviceWaits,       ///< The host does not, and may be further; and who has left may have done its part.
   };
 
   struct Judgement {
