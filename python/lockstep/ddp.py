@@ -34,8 +34,9 @@ class DistributedDataParallel(Extras, Measuring, CommHooks, Buffers, MixedPrecis
     Args:
         strict: warnings about gradients that stayed on one rank are errors (RuntimeError).
         check_sync_every: compare parameters and buffers over ranks before every so many reduced forwards; 0: never.
-        stall_threshold: in seconds. A rank that waits for the others longer than this prints who is missing. 0: no
-            monitor. None: the environment variable LOCKSTEP_STALL_THRESHOLD, else 30.
+        stall_threshold: in seconds. A rank that waits for the others longer than this prints who is missing. A GPU
+            that waits longer for one that has died or failed has its collectives aborted, of the group too, and the
+            next forward raises. 0: no monitor. None: the environment variable LOCKSTEP_STALL_THRESHOLD, else 30.
         uneven_forwards: ranks may run different numbers of forwards between two reductions.
         guards: ranks agree in each step, by one small all-reduce that nobody waits for, on what they are about to
             reduce; without it ranks in different modes hang or mix gradients, as with torch. Equal on all ranks.
