@@ -125,6 +125,12 @@ struct Monitor::State {
     if (dumps != dumps_requested.load()) dump();
   }
 
+  [[nodiscard]] milliseconds interval() const { return std::min(kHeartbeat, threshold / 4); }
+  /// The next look after one at `now`: later in large jobs, where each reads more lines.
+  [[nodiscard]] Clock::time_point look_after(Clock::time_point now) const {
+    return now + interval() * std::max(1, size / kRanksPerSecond);
+  }
+
   void look_around(Clock::time_point now) {
     const Standing mine = look();
     if (!is_waiting(mine.stage)) {
@@ -136,9 +142,8 @@ struct Monitor::State {
       }
       return look_at_device(mine, now);
     }
-    const milliseconds interval = std::min(kHeartbeat, threshold / 4);
-    if (mine.since_ms < interval.count() || now < next_look) return;
-    next_look = now + interval * std::max(1, size / kRanksPerSecond);
+    if (mine.since_ms < interval().count() || now < next_look) return;
+    next_look = look_after(now);
     const PeerWatch::Judgement judgement = judge(mine);
     if (mine.since_ms >= report_at_ms || (judgement.silent && !reported_silence)) {
       fmt::print(stderr, "{}\n", judgement.report);
@@ -166,7 +171,7 @@ struct Monitor::State {
     if (now < next_look) return;
     const DeviceMark::Sight sight = mark.look();
     if (sight.state != DeviceMark::Sight::State::kAhead || sight.age < threshold) return;
-    next_look = now + std::min(kHeartbeat, threshold / 4) * std::max(1, size / kRanksPerSecond);
+    next_look = look_after(now);
     mine.stage = Stage::kBucketWait;
     mine.step = sight.step;
     mine.since_ms = sight.age.count();

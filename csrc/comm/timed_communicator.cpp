@@ -1,19 +1,14 @@
 #include "comm/timed_communicator.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
 #include "comm/known_end.h"
+#include "core/clock.h"
 
 namespace lockstep {
 namespace {
-
-int64_t clock_now() {
-  const auto time = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
-}
 
 int64_t bytes_of(const at::Tensor& tensor) {
   if (tensor.is_sparse()) return static_cast<int64_t>(tensor._values().nbytes() + tensor._indices().nbytes());
@@ -44,7 +39,7 @@ class TimedTransfer final : public Transfer {
  private:
   void note_end() {
     int64_t not_yet = 0;
-    if (!record_->exact) record_->ended.compare_exchange_strong(not_yet, clock_now());
+    if (!record_->exact) record_->ended.compare_exchange_strong(not_yet, steady_ns());
   }
 
   TransferPtr inner_;
@@ -52,21 +47,6 @@ class TimedTransfer final : public Transfer {
 };
 
 }  // namespace
-
-std::shared_ptr<c10::Event> timed_event(const c10::Stream& stream) {
-  auto event = std::make_shared<c10::Event>(stream.device_type(), c10::EventFlag::BACKEND_DEFAULT);
-  event->record(stream);
-  return event;
-}
-
-Moment Moment::here(at::Device device) {
-  Moment moment{.host = clock_now(), .event = nullptr};
-  if (!device.is_cpu()) {
-    const c10::impl::VirtualGuardImpl guard(device.type());
-    moment.event = timed_event(guard.getStream(device));
-  }
-  return moment;
-}
 
 template <typename Issue>
 TransferPtr TimedCommunicator::note(const char* kind, int64_t bytes, const Issue& issue) {
@@ -77,7 +57,7 @@ TransferPtr TimedCommunicator::note(const char* kind, int64_t bytes, const Issue
   TransferPtr transfer = issue();
   if (auto* known = dynamic_cast<KnownEnd*>(transfer.get())) {
     if (!side_) {
-      record->exact = known->tell_end([record] { record->ended.store(clock_now()); });
+      record->exact = known->tell_end([record] { record->ended.store(steady_ns()); });
     } else if (known->lead(*side_)) {
       record->ended_event = timed_event(*side_);
       record->exact = true;

@@ -1,7 +1,6 @@
 // A communicator that notes when its collectives began and ended.
 #pragma once
 
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <atomic>
@@ -11,22 +10,9 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/moment.h"
 
 namespace lockstep {
-
-/// A moment of a step: when the host was there and, with a device, an event where the device will be.
-struct Moment {
-  int64_t host = 0;                   ///< Nanoseconds of the steady clock; 0: it never came.
-  std::shared_ptr<c10::Event> event;  ///< With timing; null on the host.
-
-  /// Here: by the clock, and for a device by an event on its current stream. Waits for nothing.
-  [[nodiscard]] static Moment here(at::Device device);
-  /// The device has been there, as far as there is one.
-  [[nodiscard]] bool has_passed() const { return !event || event->query(); }
-};
-
-/// An event that can be timed, recorded on `stream`.
-[[nodiscard]] std::shared_ptr<c10::Event> timed_event(const c10::Stream& stream);
 
 /// One collective of this rank.
 struct CollectiveRecord {

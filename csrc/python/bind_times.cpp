@@ -15,6 +15,12 @@ void bind_times(py::module_& m, py::class_<Replica, std::shared_ptr<Replica>>& r
       .value("STEP", RecordLevel::kStep)
       .value("BUCKETS", RecordLevel::kBuckets);
 
+  py::class_<Moment>(m, "Moment", "A moment on the host and on its device, to be read later.")
+      .def_static("here", &Moment::here, py::arg("device"), "On a GPU, of its current stream. Waits for nothing.")
+      .def_readonly("host", &Moment::host, "Nanoseconds of the steady clock.")
+      .def("has_passed", &Moment::has_passed, "The device has been there, as far as there is one.")
+      .def("seconds_to", &Moment::seconds_to, py::arg("later"), "As the device sees it. Both must have passed.");
+
   py::class_<CollectiveTimes>(m, "CollectiveTimes", "One collective; nanoseconds of the steady clock, 0 for unknown.")
       .def_readonly("kind", &CollectiveTimes::kind)
       .def_readonly("bytes", &CollectiveTimes::bytes)

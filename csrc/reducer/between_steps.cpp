@@ -7,6 +7,7 @@
 
 #include "comm/agree.h"
 #include "core/bucket_planner.h"
+#include "core/clock.h"
 #include "core/error.h"
 #include "reducer/late_gradients.h"
 #include "reducer/messages.h"
@@ -99,7 +100,7 @@ bool Reducer::begin_step() {
   raise_if_unfinished();
   if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) recover();
   check_frozen();
-  times_.forward_start = StepTimes::now();
+  times_.forward_start = steady_ns();
   if (records()) recording_.begin_forward();
   weight_.begin_forward(params_);
   progress_->next_step();

@@ -190,27 +190,26 @@ void Reducer::give_up(const PeerError& error) {
   progress_->give_up(unusable_);
 }
 
-/// The device may have waited for another rank that is gone, while the host did not.
-void Reducer::raise_if_lost() {
-  const auto monitor = comm_->monitor();
-  if (!monitor || !unusable_.empty()) return;
+/// Runs `call`, which may find that another rank is gone.
+template <typename Call>
+auto Reducer::giving_up_if_lost(const Call& call) {
   try {
-    monitor->raise_if_lost();
+    return call();
   } catch (const PeerError& error) {
     give_up(error);
     throw;
   }
 }
 
+/// The device may have waited for another rank that is gone, while the host did not.
+void Reducer::raise_if_lost() {
+  const auto monitor = comm_->monitor();
+  if (monitor && unusable_.empty()) giving_up_if_lost([&] { monitor->raise_if_lost(); });
+}
+
 void Reducer::check_guard(Reading reading) {
   if (std::exchange(guard_passed_, false)) return;
-  Guard::Finding finding;
-  try {
-    finding = guard_.finish(*comm_, reading);
-  } catch (const PeerError& error) {
-    give_up(error);
-    throw;
-  }
+  const Guard::Finding finding = giving_up_if_lost([&] { return guard_.finish(*comm_, reading); });
   compared_pass_ = passes_;
   raise_disagreement(finding);
 }

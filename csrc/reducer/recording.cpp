@@ -7,6 +7,8 @@
 #include <cmath>
 #include <utility>
 
+#include "core/clock.h"
+
 namespace lockstep {
 
 void Recording::set_level(RecordLevel level, at::Device device) {
@@ -21,7 +23,7 @@ void Recording::set_level(RecordLevel level, at::Device device) {
   side_ = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/false);
   anchor_ = here();
   anchor_.event->synchronize();
-  anchor_.host = Moment::here(at::kCPU).host;
+  anchor_.host = steady_ns();
 }
 
 void Recording::begin_forward() { running_.forward_start = here(); }

@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "core/clock.h"
 #include "core/error.h"
 #include "reducer/late_gradients.h"
 #include "reducer/messages.h"
@@ -60,7 +61,7 @@ void Reducer::open(Opening opening) {
   hook_end_of_backward();
   if (before_ == Phase::kPartial) return;  // the same pass goes on
   if (before_ == Phase::kArmed) check_switch();
-  times_.backward_compute_start = StepTimes::now();
+  times_.backward_compute_start = steady_ns();
   arrivals_ = 0;
   arrival_.clear();
   in_flight_.clear();
@@ -156,7 +157,7 @@ void Reducer::send_bucket(BucketId id) {
         return presence(param);
       });
   if (is_empty(id)) return;
-  if (in_flight_.empty()) times_.communication_start = StepTimes::now();
+  if (in_flight_.empty()) times_.communication_start = steady_ns();
   GradBucket bucket = buffers_.lend(id);
   bucket.undivided = reduces_in_place();
   naming(id, [&] { in_flight_.push_back({id, hook_->start(bucket, comm)}); });
@@ -203,7 +204,7 @@ GradBuffers::Presence Reducer::presence(ParamId id) const {
 
 void Reducer::on_backward_ended(int backward) {
   if (phase_ != Phase::kCollecting || backward != closing_backward_) return;
-  times_.backward_compute_end = StepTimes::now();
+  times_.backward_compute_end = steady_ns();
   if (records()) recording_.end_backward();
   if (arrivals_ == 0) {  // somebody asked for the gradient of an input, say
     phase_ = before_;
@@ -244,7 +245,7 @@ void Reducer::finish() {
   for (const auto& [id, mean] : means) publish(id, mean);
   send_used_after_all();
   take_means([this](BucketId id, const at::Tensor& mean) { publish(id, mean); });
-  times_.communication_end = StepTimes::now();
+  times_.communication_end = steady_ns();
   for (const auto& wait : std::exchange(final_waits_, {})) wait();
   check_unused_option();
   if (options_.graph == GraphKind::kDynamic) usage_.note_reduced();

@@ -242,6 +242,8 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   bool adopt_waiting_plan();
   void end_pass();
   void give_up(const PeerError& error);
+  template <typename Call>
+  auto giving_up_if_lost(const Call& call);
   void raise_if_lost();
   /// Where small exchanges happen: that of the first parameter.
   [[nodiscard]] at::Device device() const { return params_.tensors.front().device(); }

@@ -30,6 +30,13 @@ class RecordLevel:
     STEP: RecordLevel
     BUCKETS: RecordLevel
 
+class Moment:
+    host: int
+    @staticmethod
+    def here(device: torch.device) -> Moment: ...
+    def has_passed(self) -> bool: ...
+    def seconds_to(self, later: Moment) -> float: ...
+
 class CollectiveTimes:
     kind: str
     bytes: int

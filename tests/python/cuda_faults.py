@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import nn
 
 import lockstep
 from faults import THRESHOLD, Told, die
+from gpus import join_nccl
 from oracle import rank_data
 
 #: Steps before the fault: past the change of plan.
@@ -40,22 +40,13 @@ class Net(nn.Module):
 
 
 def join_with_short_timeout(rank: int, world_size: int, store: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    _join(rank, world_size, store)
+    join_nccl(rank, world_size, store, timeout=GROUP_TIMEOUT)
 
 
 def join_on_one_gpu(rank: int, world_size: int, store: str) -> None:
+    """As the script of somebody who forgot to choose a device."""
+    join_nccl(rank, world_size, store, timeout=GROUP_TIMEOUT)
     torch.cuda.set_device(0)
-    _join(rank, world_size, store)
-
-
-def _join(rank: int, world_size: int, store: str) -> None:
-    timeout = timedelta(seconds=GROUP_TIMEOUT)
-    dist.init_process_group(
-        "nccl", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
-    )
 
 
 def step_of(model: nn.Module, also: Callable[[], None] | None = None) -> torch.Tensor:
@@ -92,30 +83,44 @@ def out_of_memory(model: nn.Module) -> None:
     step_of(model)
 
 
-def other_bucket_size(model: nn.Module) -> None:
-    """Nothing wrong with this step: the rank was different from the start."""
-    step_of(model)
+@dataclass(frozen=True)
+class Fault:
+    """What one step of the bad rank is, and the settings of its model."""
+
+    step: Callable[[nn.Module], object]
+    bucket_cap_mb: float = 5
+    comm_hook: str = "allreduce"
+    good_steps: int = GOOD_STEPS
+    cap_of_bad_rank: float | None = None  #: where it differs
 
 
-def train(fault: Callable[[nn.Module], None], bad_rank: int, communicator: str, reads_loss: bool) -> Told:
-    """Some good steps, the fault on ``bad_rank``, some more steps, which read the loss or never wait for the GPU."""
-    bad = dist.get_rank() == bad_rank
-    differs = fault is other_bucket_size
+FAULTS = {
+    "killed_in_backward": Fault(killed_in_backward),
+    "device_assert": Fault(device_assert),
+    "out_of_memory": Fault(out_of_memory, bucket_cap_mb=100, comm_hook="int8"),
+    "other_bucket_size": Fault(step_of, good_steps=0, cap_of_bad_rank=2),
+}
+
+
+def train(name: str, bad_rank: int, communicator: str, reads_loss: bool) -> Told:
+    """Good steps, the fault on ``bad_rank``, and more steps, which read the loss or never wait for the GPU."""
+    fault, bad = FAULTS[name], dist.get_rank() == bad_rank
     torch.manual_seed(0)
-    lacks_memory = fault is out_of_memory
-    size = 100 if lacks_memory else 2 if differs and bad else 5
     model = lockstep.DistributedDataParallel(
-        Net().cuda(), bucket_cap_mb=size, communicator=communicator, stall_threshold=THRESHOLD
+        Net().cuda(),
+        bucket_cap_mb=(bad and fault.cap_of_bad_rank) or fault.bucket_cap_mb,
+        communicator=communicator,
+        stall_threshold=THRESHOLD,
     )
     began = time.monotonic()
     try:
-        for _ in range(0 if differs else GOOD_STEPS):
+        for _ in range(fault.good_steps):
             step_of(model)
-        model.set_comm_hook("int8" if lacks_memory else "allreduce")
+        model.set_comm_hook(fault.comm_hook)
         torch.cuda.synchronize()
         dist.barrier()
         began = time.monotonic()
-        (fault if bad else step_of)(model)
+        (fault.step if bad else step_of)(model)
         for _ in range(MORE_STEPS):
             loss = step_of(model)
             if reads_loss:

@@ -52,7 +52,7 @@ class Deep(nn.Module):
         return x
 
 
-def join_nccl(rank: int, world_size: int, store: str) -> None:
+def join_nccl(rank: int, world_size: int, store: str, timeout: float = 3 * GROUP_TIMEOUT) -> None:
     """Become one rank of an NCCL group. Ranks that share a GPU pretend to be hosts of their own, else NCCL refuses."""
     torch.set_num_threads(1)
     os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -64,7 +64,7 @@ def join_nccl(rank: int, world_size: int, store: str) -> None:
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=3 * GROUP_TIMEOUT),
+        timeout=timedelta(seconds=timeout),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -19,26 +20,39 @@ DATA, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER, EXTRA = 3, 5, 7, 11, 2, 4, 13
 
 
 class Ticks:
+    """Stands in for StepTimer's clock."""
+
+    lags = False
+
     def __init__(self) -> None:
         self.now = 0.0
 
     def advance(self, ticks: float) -> None:
         self.now += ticks
 
-    # What StepTimer asks of its clock.
-    def mark(self) -> float:
-        return self.now
-
-    lags = False
-
-    def has_passed(self, mark: float) -> bool:
-        return not self.lags
-
-    def between(self, begin: float, end: float) -> float:
-        return end - begin
+    def mark(self) -> Tick:
+        return Tick(self, self.now)
 
     def synchronize(self) -> None:
         pass
+
+
+@dataclasses.dataclass
+class Tick:
+    """Stands in for a moment of that clock."""
+
+    clock: Ticks
+    at: float
+
+    @property
+    def host(self) -> int:
+        return int(self.at * 1e9)
+
+    def has_passed(self) -> bool:
+        return not self.clock.lags
+
+    def seconds_to(self, later: Tick) -> float:
+        return later.at - self.at
 
 
 class _Work(torch.autograd.Function):
@@ -237,4 +251,6 @@ def test_a_step_after_restart_begins_there():
 def test_the_clock_of_the_host_counts_seconds():
     clock = Clock(torch.device("cpu"))
     begin = clock.mark()
-    assert clock.has_passed(begin) and 0 <= clock.between(begin, clock.mark()) < 60
+    end = clock.mark()
+    assert begin.has_passed() and 0 <= begin.seconds_to(end) < 60
+    assert begin.seconds_to(end) == pytest.approx((end.host - begin.host) / 1e9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep import _C
 from lockstep._outputs import tensors_in
 from lockstep.timing.report import PHASES, StepReport, gathered
 
@@ -22,28 +22,16 @@ _READ_TOGETHER = 64
 
 
 class Clock:
-    """Marks moments: on a GPU by events that are read later, else by the host's clock."""
+    """Marks moments: on a GPU by events that are read later and used again, else by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._on_gpu = device.type == "cuda"
+        self.device = device if device.type == "cuda" else torch.device("cpu")
 
-    def mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def has_passed(self, mark: Any) -> bool:
-        return not self._on_gpu or mark.query()
-
-    def between(self, begin: Any, end: Any) -> float:
-        """Seconds. Both must have passed."""
-        return begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
+    def mark(self) -> _C.Moment:
+        return _C.Moment.here(self.device)
 
     def synchronize(self) -> None:
-        if self._on_gpu:
+        if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
@@ -51,14 +39,12 @@ class Clock:
 class _Marks:
     """One step under way: where it began, and the pieces of each phase."""
 
-    start: Any
-    host_start: float
-    pieces: list[tuple[str, Any, Any]] = dataclasses.field(default_factory=list)
-    end: Any = None
-    host_end: float = 0.0
+    start: _C.Moment
+    pieces: list[tuple[str, _C.Moment, _C.Moment]] = dataclasses.field(default_factory=list)
+    end: _C.Moment | None = None
     behind: bool = False
 
-    def add(self, phase: str, begin: Any, end: Any) -> None:
+    def add(self, phase: str, begin: _C.Moment, end: _C.Moment) -> None:
         self.pieces.append((phase, begin, end))
 
 
@@ -105,10 +91,10 @@ class StepTimer:
         self._steps: deque[dict[str, float]] = deque(maxlen=keep)
         self._pending: deque[_Marks] = deque()
         self._marks: _Marks | None = None
-        self._forward_start: Any = None
-        self._backward_start: Any = None
-        self._compute_end: Any = None
-        self._optimizer_start: Any = None
+        self._forward: tuple[_C.Moment, _C.Moment] | None = None  # as far as it has come
+        self._backward_start: _C.Moment | None = None
+        self._compute_end: _C.Moment | None = None
+        self._optimizer_start: _C.Moment | None = None
         self._optimizer_depth = 0  # of an optimizer whose step calls that of its base class, which has hooks of its own
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._handles = [
@@ -167,21 +153,21 @@ class StepTimer:
 
     def _current(self) -> _Marks:
         if self._marks is None:
-            self._marks = _Marks(self._clock.mark(), time.perf_counter())
+            self._marks = _Marks(self._clock.mark())
         return self._marks
 
     def _begin_forward(self, *_: Any) -> None:
         marks = self._current()
         self._optimizer_depth = 0  # a step that threw has no end
-        if self._forward_start is not None:  # of a forward without backward
-            marks.add("forward", *self._forward_start)
+        if self._forward is not None:  # of a forward without backward
+            marks.add("forward", *self._forward)
         now = self._clock.mark()
-        self._forward_start = (now, now)
+        self._forward = (now, now)
 
     def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if self._forward_start is None:
+        if self._forward is None:
             return
-        self._forward_start = (self._forward_start[0], self._clock.mark())
+        self._forward = (self._forward[0], self._clock.mark())
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_backward)
@@ -190,9 +176,9 @@ class StepTimer:
         if self._backward_start is not None:
             return
         self._backward_start = self._clock.mark()
-        if self._forward_start is not None:
-            self._current().add("forward", self._forward_start[0], self._backward_start)
-            self._forward_start = None
+        if self._forward is not None:
+            self._current().add("forward", self._forward[0], self._backward_start)
+            self._forward = None
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -216,13 +202,13 @@ class StepTimer:
         if self._optimizer_depth > 0:
             return
         marks = self._current()
-        marks.end, marks.host_end = self._clock.mark(), time.perf_counter()
-        marks.behind = not self._clock.has_passed(self._optimizer_start)
+        marks.end = self._clock.mark()
+        marks.behind = not self._optimizer_start.has_passed()
         marks.add("optimizer", self._optimizer_start, marks.end)
-        if self._forward_start is not None:
-            marks.add("forward", *self._forward_start)
-            self._forward_start = None
-        self._marks = _Marks(marks.end, marks.host_end)
+        if self._forward is not None:
+            marks.add("forward", *self._forward)
+            self._forward = None
+        self._marks = _Marks(marks.end)
         if self._warmup > 0:
             self._warmup -= 1
             return
@@ -231,13 +217,13 @@ class StepTimer:
             self._poll()
 
     def _poll(self) -> None:
-        while self._pending and self._clock.has_passed(self._pending[0].end):
+        while self._pending and self._pending[0].end.has_passed():
             marks = self._pending.popleft()
             step = dict.fromkeys(PHASES, 0.0)
             for phase, begin, piece_end in marks.pieces:
-                step[phase] += self._clock.between(begin, piece_end)
-            step["step"] = self._clock.between(marks.start, marks.end)
+                step[phase] += begin.seconds_to(piece_end)
+            step["step"] = marks.start.seconds_to(marks.end)
             step["other"] = max(0.0, step["step"] - sum(step[phase] for phase in PHASES))
-            step["host"] = marks.host_end - marks.host_start
+            step["host"] = (marks.end.host - marks.start.host) / 1e9
             step["behind"] = float(marks.behind)
             self._steps.append(step)
