@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -170,8 +171,19 @@ def show(settings: dict, results: list[dict]) -> None:
         print_table(title, columns, [rows])
 
 
-#: What a figure is, and in what.
-AXES = {"loss": "loss, nats", "accuracy": "accuracy", "bits_per_byte": "loss, bits per byte"}
+class Axis(NamedTuple):
+    """How the picture shows a figure."""
+
+    label: str
+    scale: str
+    of: Callable[[float], float]
+
+
+AXES = {
+    "loss": Axis("loss, nats", "log", lambda loss: loss),
+    "accuracy": Axis("errors, %", "log", lambda accuracy: 100 * (1 - accuracy)),
+    "bits_per_byte": Axis("loss, bits per byte", "linear", lambda bits: bits),
+}
 
 
 def draw(settings: dict, results: list[dict], path: Path) -> None:
@@ -188,16 +200,18 @@ def draw(settings: dict, results: list[dict], path: Path) -> None:
     for panel, (task, what) in zip(panels[0], shown, strict=True):
         for place, name in enumerate(names):
             runs = [run for r in results if (r["task"], r["contender"]) == (task, name) for run in r["runs"]]
-            values = [run[what] for run in runs]
+            values = [AXES[what].of(run[what]) for run in runs]
             panel.plot(values, [place] * len(values), "o", color="tab:orange" if place else "black", markersize=4)
             if place == 0:
                 panel.axvline(statistics.mean(values), color="black", linewidth=0.8)
         panel.set_title(task, fontsize=9)
-        panel.set_xlabel(AXES[what], fontsize=8)
+        panel.set_xlabel(AXES[what].label, fontsize=8)
+        panel.set_xscale(AXES[what].scale)
+        panel.xaxis.set_major_formatter("{x:g}")
         panel.tick_params(labelsize=8)
     panels[0][0].set_yticks(range(len(names)), names)
     panels[0][0].set_ylim(len(names) - 0.5, -0.5)  # no hook on top
-    figure.suptitle(f"After training with each comm hook: {settings['seeds']} seeds", fontsize=9)
+    figure.suptitle(f"After training with each comm hook, {settings['seeds']} seeds: further left is better", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
