@@ -6,10 +6,10 @@
 #include <numeric>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
 #include <vector>
 
 #include "comm/c10d_communicator.h"
-#include "comm/nccl_communicator.h"
 #include "comm/store_prefix.h"
 #include "core/error.h"
 
@@ -47,7 +47,7 @@ std::shared_ptr<Communicator> split_gloo(const Group& group) {
   return std::make_shared<C10dCommunicator>(std::move(result));
 }
 
-std::shared_ptr<Communicator> join_nccl(const Group& group, at::Device device) {
+std::shared_ptr<Communicator> join_nccl(const Group& group, at::Device device, NcclOptions options) {
   if (!device.is_cuda()) {
     fail(Code::kNcclNotJoined,
          "[rank {}] communicator='nccl' needs a model on a GPU, but its parameters are on '{}'. Move the model first, "
@@ -56,8 +56,8 @@ std::shared_ptr<Communicator> join_nccl(const Group& group, at::Device device) {
   }
   const c10::DeviceGuard guard(device);
   const auto store = c10::make_intrusive<c10d::PrefixStore>(next_prefix(*group), group->getStore());
-  return make_nccl_communicator(store, group->getRank(), group->getSize(),
-                                {.timeout = C10dCommunicator(group).timeout()});
+  options.timeout = C10dCommunicator(group).timeout();
+  return make_nccl_communicator(store, group->getRank(), group->getSize(), options);
 }
 
 }  // namespace
@@ -69,9 +69,10 @@ CommunicatorKind communicator_kind(const std::string& name) {
   throw std::invalid_argument(fmt::format("communicator must be 'auto', 'group' or 'nccl', but is '{}'.", name));
 }
 
-std::shared_ptr<Communicator> make_own_communicator(const Group& group, CommunicatorKind kind, at::Device device) {
+std::shared_ptr<Communicator> make_own_communicator(const Group& group, CommunicatorKind kind, at::Device device,
+                                                    NcclOptions nccl) {
   if (group->getSize() == 1 || kind == CommunicatorKind::kGroup || !group->getStore()) return nullptr;
-  if (kind == CommunicatorKind::kNccl) return join_nccl(group, device);
+  if (kind == CommunicatorKind::kNccl) return join_nccl(group, device, std::move(nccl));
   return group->getBackendName() == "gloo" ? split_gloo(group) : nullptr;
 }
 

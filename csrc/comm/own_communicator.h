@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "comm/communicator.h"
+#include "comm/nccl_communicator.h"
 
 namespace lockstep {
 
@@ -29,8 +30,10 @@ enum class CommunicatorKind {
 /// Null where the group is to be used, or cannot be doubled (written in Python, wrapped for debugging, without a
 /// store). Collective, and every rank must ask alike.
 /// @param device  where the parameters are.
+/// @param nccl    for `kNccl`; its timeout does not count.
 /// @throws lockstep::Error or c10::Error  a rank did not join within the group's timeout.
 [[nodiscard]] std::shared_ptr<Communicator> make_own_communicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                                                  CommunicatorKind kind, at::Device device);
+                                                                  CommunicatorKind kind, at::Device device,
+                                                                  NcclOptions nccl = {});
 
 }  // namespace lockstep

@@ -145,7 +145,7 @@ std::shared_ptr<Communicator> make_watched_communicator(const c10::intrusive_ptr
     }
   }
   return watched(inner, std::move(monitor),
-                 [group, kind = options.kind, device] { return make_own_communicator(group, kind, device); });
+                 [=] { return make_own_communicator(group, options.kind, device, options.nccl); });
 }
 
 }  // namespace lockstep

@@ -23,6 +23,7 @@ using MakeOwn = std::function<std::shared_ptr<Communicator>()>;
 struct WatchOptions {
   std::chrono::milliseconds threshold{30'000};  ///< Of the monitor; zero or less: no monitor.
   CommunicatorKind kind = CommunicatorKind::kAuto;
+  NcclOptions nccl{};  ///< For `kNccl`. The timeout is that of the group.
 };
 
 /// A communicator over `group`, watched where the group has a store that a thread of ours may use. It uses the group

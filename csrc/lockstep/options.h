@@ -49,6 +49,8 @@ class Options {
   TORCH_ARG(bool, guards) = true;
   /// What carries the collectives.
   TORCH_ARG(CommunicatorKind, communicator) = CommunicatorKind::kAuto;
+  /// Settings for `CommunicatorKind::kNccl`, equal on all ranks. The timeout is that of the process group.
+  TORCH_ARG(NcclOptions, nccl) = {};
   /// A module without trainable parameters is wrapped too, and simply forwarded.
   TORCH_ARG(bool, allow_passthrough) = false;
 };

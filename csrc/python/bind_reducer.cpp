@@ -17,7 +17,8 @@ std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vecto
                                       std::vector<bool> sparse, const Group& group, GraphKind graph,
                                       bool gradient_as_bucket_view, BucketLimits first_limits, BucketLimits limits,
                                       bool lazy_buckets, bool skip_unused_buckets, bool strict, bool uneven_forwards,
-                                      bool guards, int64_t stall_threshold_ms, const std::string& communicator) {
+                                      bool guards, int64_t stall_threshold_ms, const std::string& communicator,
+                                      const NcclOptions& nccl) {
   ReducerOptions options{.graph = graph,
                          .placement = gradient_as_bucket_view ? GradPlacement::kBucketView : GradPlacement::kOwnMemory,
                          .lifetime = lazy_buckets ? BucketLifetime::kStep : BucketLifetime::kTraining,
@@ -29,9 +30,10 @@ std::shared_ptr<Replica> make_replica(std::vector<at::Tensor> params, std::vecto
                          .limits = std::move(limits)};
   auto progress = std::make_shared<Progress>();
   const at::Device device = params.empty() ? at::Device(at::kCPU) : params.front().device();
-  auto comm = make_watched_communicator(
-      group, progress, device,
-      {.threshold = std::chrono::milliseconds(stall_threshold_ms), .kind = communicator_kind(communicator)});
+  auto comm = make_watched_communicator(group, progress, device,
+                                        {.threshold = std::chrono::milliseconds(stall_threshold_ms),
+                                         .kind = communicator_kind(communicator),
+                                         .nccl = nccl});
   return std::make_shared<Replica>(ParamList{std::move(params), std::move(names), std::move(sparse)}, std::move(comm),
                                    std::move(options), std::move(progress));
 }
@@ -61,6 +63,12 @@ void bind_reducer(py::module_& m) {
   // because a Python hook takes it while that mutex is held.
   using NoGil = py::call_guard<py::gil_scoped_release>;
 
+  py::class_<NcclOptions>(m, "NcclOptions", "Settings of an NCCL communicator of our own.")
+      .def(py::init([](int max_ctas, std::string net_name, bool split_share) {
+             return NcclOptions{.max_ctas = max_ctas, .net_name = std::move(net_name), .split_share = split_share};
+           }),
+           py::kw_only(), py::arg("max_ctas"), py::arg("net_name"), py::arg("split_share"));
+
   py::enum_<GraphKind>(m, "GraphKind", "What may be assumed about the parameters that a backward reaches.")
       .value("COMPLETE", GraphKind::kComplete)
       .value("DYNAMIC", GraphKind::kDynamic)
@@ -79,6 +87,7 @@ void bind_reducer(py::module_& m) {
            py::arg("process_group"), py::arg("graph"), py::arg("gradient_as_bucket_view"), py::arg("first_limits"),
            py::arg("limits"), py::arg("lazy_buckets"), py::arg("skip_unused_buckets"), py::arg("strict"),
            py::arg("uneven_forwards"), py::arg("guards"), py::arg("stall_threshold_ms"), py::arg("communicator"),
+           py::arg("nccl"),
            NoGil(), "Limits are in bytes. Not collective. No monitor with a threshold of 0.")
       .def("verify_same_model", &Replica::verify_same_model, NoGil(),
            "Raises RuntimeError on every rank when the ranks wrap different models. Collective.")

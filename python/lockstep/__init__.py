@@ -17,6 +17,7 @@ check_build()
 
 from lockstep import checkpoint, data, hooks  # noqa: E402
 from lockstep._codes import LocalGradientWarning  # noqa: E402
+from lockstep._communicators import Nccl  # noqa: E402
 from lockstep._install import install, uninstall  # noqa: E402
 from lockstep._mean import mean  # noqa: E402
 from lockstep._monitor import dump_state, install_signal_handler  # noqa: E402
@@ -28,6 +29,7 @@ from lockstep.timing import StepTimer  # noqa: E402
 __all__ = [
     "DistributedDataParallel",
     "LocalGradientWarning",
+    "Nccl",
     "StepTimer",
     "__version__",
     "build_info",

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lockstep import _monitor, _parameters
+from lockstep import _communicators, _monitor, _parameters
 from lockstep._arguments import check_group
 from lockstep._codes import Code, tagged
 
@@ -121,7 +121,7 @@ class Extras:
         check_sync_every: int,
         stall_threshold: float | None,
         uneven_forwards: bool,
-        communicator: str,
+        communicator: _communicators.Communicator,
     ) -> None:
         if check_sync_every < 0:
             text = f"check_sync_every is a number of steps, 0 for never, but is {check_sync_every}"
@@ -131,9 +131,7 @@ class Extras:
         if not math.isfinite(stall_threshold) or stall_threshold < 0:
             text = f"stall_threshold is in seconds, 0 for no monitor, but is {stall_threshold}"
             raise ValueError(tagged(Code.BAD_OPTION, text))
-        if communicator not in ("auto", "group", "nccl"):
-            text = f"communicator must be 'auto', 'group' or 'nccl', but is {communicator!r}"
-            raise ValueError(tagged(Code.BAD_OPTION, text))
+        _communicators.check(communicator)
         self._strict = strict
         self._check_sync_every = check_sync_every
         self._stall_threshold = stall_threshold

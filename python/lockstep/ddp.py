@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from lockstep import _C, _codes, _compat
+from lockstep import _C, _codes, _communicators, _compat
 from lockstep._arguments import check_arguments
 from lockstep._buffers import Buffers, check_devices
 from lockstep._build_check import build_info
@@ -42,7 +42,7 @@ class DistributedDataParallel(Extras, Measuring, CommHooks, Buffers, MixedPrecis
             reduce; without it ranks in different modes hang or mix gradients, as with torch. Equal on all ranks.
         communicator: what carries the collectives. "auto": connections of our own for gloo, so that they cannot meet
             collectives of yours in the same group; the group for NCCL. "group": the process group. "nccl": an NCCL
-            communicator of our own, called without c10d in between (CUDA only).
+            communicator of our own, called without c10d in between (CUDA only); ``lockstep.Nccl`` gives it settings.
         allow_passthrough: a module without trainable parameters is wrapped too, and simply forwarded.
 
     Raises:
@@ -84,7 +84,7 @@ class DistributedDataParallel(Extras, Measuring, CommHooks, Buffers, MixedPrecis
         stall_threshold: float | None = None,
         uneven_forwards: bool = False,
         guards: bool = True,
-        communicator: Literal["auto", "group", "nccl"] = "auto",
+        communicator: _communicators.Communicator = "auto",
         allow_passthrough: bool = False,
     ) -> None:
         check_arguments(
@@ -162,7 +162,8 @@ class DistributedDataParallel(Extras, Measuring, CommHooks, Buffers, MixedPrecis
             uneven_forwards=self._uneven_forwards,
             guards=self._guards,
             stall_threshold_ms=round(1000 * self._stall_threshold),
-            communicator=self._communicator,
+            communicator=_communicators.kind_of(self._communicator),
+            nccl=_communicators.options_of(self._communicator),
         )
         self.reducer.set_warning_observer(_codes.warn)
         if self._use_python_reducer:
@@ -172,7 +173,7 @@ class DistributedDataParallel(Extras, Measuring, CommHooks, Buffers, MixedPrecis
             self.reducer.isolate()
             self.reducer.copy_from(self._initial_state(), self.broadcast_bucket_size, 0)
             self._compare_initial_buffers()
-        elif self._communicator == "nccl":
+        elif _communicators.kind_of(self._communicator) == "nccl":
             self.reducer.isolate()
         self._start_watch(parameters)
         self.logger = make_logger(self, static_graph)

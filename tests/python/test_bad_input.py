@@ -228,7 +228,24 @@ REDUCER = {
     "autograd_hook_negative": Case(_of_reducer("_autograd_hook", -1), (), TypeError, UNCHECKED),
 }
 
-CASES = {**CONSTRUCTOR, **METHODS, **REDUCER}
+
+def _own(*phrases: str, kind: type[BaseException] = ValueError, **options: Any) -> Case:
+    """A keyword that torch does not have."""
+    return Case(_wrap(**options), phrases, kind, UNCHECKED)
+
+
+OWN_KEYWORDS = {
+    "stall_threshold_negative": _own("stall_threshold", "-1", "LS-114", stall_threshold=-1),
+    "stall_threshold_nan": _own("stall_threshold", "nan", stall_threshold=float("nan")),
+    "check_sync_every_negative": _own("check_sync_every", "-1", check_sync_every=-1),
+    "communicator_unknown": _own("communicator", "'nvlink'", "'group'", communicator="nvlink"),
+    "nccl_for_cpu": _own("communicator='nccl'", "'cpu'", "LS-036", kind=RuntimeError, communicator="nccl"),
+    "nccl_with_settings_for_cpu": _own("'cpu'", "LS-036", kind=RuntimeError, communicator=lockstep.Nccl(max_ctas=4)),
+    "nccl_blocks_negative": Case(lambda cls: lockstep.Nccl(max_ctas=-1), ("max_ctas", "-1"), ValueError, UNCHECKED),
+    "nccl_net_a_number": Case(lambda cls: lockstep.Nccl(net_name=1), ("net_name", "'Socket'"), ValueError, UNCHECKED),
+}
+
+CASES = {**CONSTRUCTOR, **METHODS, **REDUCER, **OWN_KEYWORDS}
 
 
 def _raised(name: str, cls: type) -> tuple[type[BaseException] | None, str]:

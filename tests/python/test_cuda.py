@@ -32,7 +32,7 @@ class Net(nn.Module):
         return self.head(x) + (self.extra(x) if extra else 0)
 
 
-def _mode(options: dict[str, Any], communicator: str, dtype: torch.dtype) -> None:
+def _mode(options: dict[str, Any], communicator: str | lockstep.Nccl, dtype: torch.dtype) -> None:
     pair = pair_on_gpu(Net, dtype, communicator=communicator, **options)
     unused = options.get("find_unused_parameters", False)
     for step in range(5):
@@ -48,6 +48,11 @@ def _mode(options: dict[str, Any], communicator: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_mean_of_the_gradients(gpu_ranks, mode: str, communicator: str, dtype: torch.dtype):
     gpu_ranks.run(_mode, MODES[mode], communicator, dtype, timeout=90)
+
+
+def test_our_communicator_takes_settings_of_nccl(gpu_ranks):
+    settings = lockstep.Nccl(max_ctas=2, net_name="Socket", split_share=True)
+    gpu_ranks.run(_mode, MODES["default"], settings, torch.float32, timeout=90)
 
 
 def _accumulates(communicator: str) -> None:
