@@ -92,10 +92,9 @@ ReplicatedModule::ReplicatedModule(ModuleTensors tensors, ProcessGroup group, Op
     if (options_.allow_passthrough() && trainable.tensors.empty()) return;
     auto progress = std::make_shared<Progress>();
     if (!trainable.tensors.empty()) device_ = trainable.tensors.front().device();
-    auto comm = make_watched_communicator(group_.c10d(), progress, device_,
-                                          {.threshold = options_.stall_threshold(),
-                                           .kind = options_.communicator(),
-                                           .nccl = options_.nccl()});
+    auto comm = make_watched_communicator(
+        group_.c10d(), progress, device_,
+        {.threshold = options_.stall_threshold(), .kind = options_.communicator(), .nccl = options_.nccl()});
     ReducerOptions reducer = trainable.tensors.empty() ? ReducerOptions{} : reducer_options(options_, trainable);
     replica_ = std::make_unique<Replica>(trainable, std::move(comm), std::move(reducer), std::move(progress));
   });

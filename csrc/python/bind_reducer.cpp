@@ -87,8 +87,7 @@ void bind_reducer(py::module_& m) {
            py::arg("process_group"), py::arg("graph"), py::arg("gradient_as_bucket_view"), py::arg("first_limits"),
            py::arg("limits"), py::arg("lazy_buckets"), py::arg("skip_unused_buckets"), py::arg("strict"),
            py::arg("uneven_forwards"), py::arg("guards"), py::arg("stall_threshold_ms"), py::arg("communicator"),
-           py::arg("nccl"),
-           NoGil(), "Limits are in bytes. Not collective. No monitor with a threshold of 0.")
+           py::arg("nccl"), NoGil(), "Limits are in bytes. Not collective. No monitor with a threshold of 0.")
       .def("verify_same_model", &Replica::verify_same_model, NoGil(),
            "Raises RuntimeError on every rank when the ranks wrap different models. Collective.")
       .def("isolate", &Replica::isolate, NoGil(),
