@@ -211,7 +211,8 @@ def draw(settings: dict, results: list[dict], path: Path) -> None:
         panel.tick_params(labelsize=8)
     panels[0][0].set_yticks(range(len(names)), names)
     panels[0][0].set_ylim(len(names) - 0.5, -0.5)  # no hook on top
-    figure.suptitle(f"After training with each comm hook, {settings['seeds']} seeds: further left is better", fontsize=9)
+    title = f"After training with each comm hook, {settings['seeds']} seeds: further left is better"
+    figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=150)
 
 
