@@ -199,31 +199,6 @@ def test_measuring_never_makes_the_host_wait_within_a_step(gpu_ranks):
     assert gpu_ranks.run(_waits_of_timed_steps) == [{}, {}]
 
 
-def _created_events(timed: bool) -> int:
-    """CUDA events created in two later steps."""
-    model = lockstep.DistributedDataParallel(Deep().cuda())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=True)
-    timer = lockstep.StepTimer(model, optimizer) if timed else None
-
-    def steps(count: int) -> None:
-        for batch in [on_gpu(4, 32)] * count:
-            optimizer.zero_grad()
-            model(batch).sum().backward()
-            optimizer.step()
-
-    steps(10)
-    torch.cuda.synchronize()
-    if timer:
-        timer.steps()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        steps(2)
-    return sum(event.name.startswith("cudaEventCreate") for event in profiler.events())
-
-
-def test_the_timer_uses_its_events_again(gpu_ranks):
-    assert gpu_ranks.run(_created_events, True) == gpu_ranks.run(_created_events, False)
-
-
 def _batch_from(kind: str) -> tuple[str, int]:
     made = recipes.right()
     if kind == "on the GPU":
