@@ -1,9 +1,14 @@
 // What the engine recorded of its passes, and how much they count.
+#include <pybind11/functional.h>
+
+#include <functional>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "api/replica.h"
 #include "python/bindings.h"
+#include "reducer/backward_moments.h"
 
 namespace lockstep::python {
 
@@ -16,10 +21,29 @@ void bind_times(py::module_& m, py::class_<Replica, std::shared_ptr<Replica>>& r
       .value("BUCKETS", RecordLevel::kBuckets);
 
   py::class_<Moment>(m, "Moment", "A moment on the host and on its device, to be read later.")
+      .def(py::init([](int64_t host) { return Moment{.host = host, .event = nullptr}; }), py::arg("host"))
       .def_static("here", &Moment::here, py::arg("device"), "On a GPU, of its current stream. Waits for nothing.")
       .def_readonly("host", &Moment::host, "Nanoseconds of the steady clock.")
       .def("has_passed", &Moment::has_passed, "The device has been there, as far as there is one.")
       .def("seconds_to", &Moment::seconds_to, py::arg("later"), "As the device sees it. Both must have passed.");
+
+  py::class_<BackwardMoments::Pass>(m, "BackwardPass", "The turns of one backward.")
+      .def_readonly("begin", &BackwardMoments::Pass::begin, "The first gradient.")
+      .def_readonly("gradients", &BackwardMoments::Pass::gradients, "All of this rank are there, and packed.")
+      .def_readonly("means", &BackwardMoments::Pass::means, "Those of all ranks are there.");
+
+  py::class_<BackwardMoments, std::shared_ptr<BackwardMoments>>(
+      m, "BackwardMoments", "Marks the turns of backward passes through the outputs it was shown.",
+      kDestroyedWithoutGil)
+      .def(py::init<std::function<Moment()>>(), py::arg("now"))
+      .def(py::init([](at::Device device) {
+             return std::make_shared<BackwardMoments>([device] { return Moment::here(device); });
+           }),
+           py::arg("device"), "Marks them on the device's current stream.")
+      .def(
+          "watch", [](BackwardMoments& self, const std::vector<at::Tensor>& outputs) { self.watch(outputs); },
+          py::arg("outputs"))
+      .def("take", &BackwardMoments::take, NoGil(), "Passes that have ended since the last call.");
 
   py::class_<CollectiveTimes>(m, "CollectiveTimes", "One collective; nanoseconds of the steady clock, 0 for unknown.")
       .def_readonly("kind", &CollectiveTimes::kind)

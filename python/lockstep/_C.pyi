@@ -1,6 +1,7 @@
 """The C++ engine. Private: the classes of the package are the interface."""
 
 from collections.abc import Callable
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,24 @@ class RecordLevel:
 
 class Moment:
     host: int
+    def __init__(self, host: int) -> None: ...
     @staticmethod
     def here(device: torch.device) -> Moment: ...
     def has_passed(self) -> bool: ...
     def seconds_to(self, later: Moment) -> float: ...
+
+class BackwardPass:
+    begin: Moment
+    gradients: Moment
+    means: Moment
+
+class BackwardMoments:
+    @overload
+    def __init__(self, now: Callable[[], Moment]) -> None: ...
+    @overload
+    def __init__(self, device: torch.device) -> None: ...
+    def watch(self, outputs: list[torch.Tensor]) -> None: ...
+    def take(self) -> list[BackwardPass]: ...
 
 class CollectiveTimes:
     kind: str
@@ -63,7 +78,9 @@ class PassTimes:
     buckets: list[BucketTimes]
 
 class NcclOptions:
-    def __init__(self, *, max_ctas: int, net_name: str, split_share: bool) -> None: ...
+    def __init__(
+        self, *, max_ctas: int, net_name: str, split_share: bool, in_place_bytes: int | None
+    ) -> None: ...
 
 class Communicator:
     def __init__(self, process_group: dist.ProcessGroup) -> None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import json
 
 import pytest
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
+from lockstep import _C
 from lockstep.timing import PHASES, StepReport
 from lockstep.timing.report import percentile
 from lockstep.timing.step_timer import Clock
@@ -30,29 +31,17 @@ class Ticks:
     def advance(self, ticks: float) -> None:
         self.now += ticks
 
-    def mark(self) -> Tick:
-        return Tick(self, self.now)
+    def mark(self) -> _C.Moment:
+        return _C.Moment(int(self.now * 1e9))
+
+    def has_passed(self, moment: _C.Moment) -> bool:
+        return not self.lags
+
+    def backward_moments(self) -> _C.BackwardMoments:
+        return _C.BackwardMoments(self.mark)
 
     def synchronize(self) -> None:
         pass
-
-
-@dataclasses.dataclass
-class Tick:
-    """Stands in for a moment of that clock."""
-
-    clock: Ticks
-    at: float
-
-    @property
-    def host(self) -> int:
-        return int(self.at * 1e9)
-
-    def has_passed(self) -> bool:
-        return not self.clock.lags
-
-    def seconds_to(self, later: Tick) -> float:
-        return later.at - self.at
 
 
 class _Work(torch.autograd.Function):
@@ -98,7 +87,7 @@ def _timed(wrap, steps: int, micro: int = 1, forward: float = FORWARD) -> tuple[
     model = wrap(Net(ticks, forward))
     optimizer = Optimizer(model.parameters(), ticks)
     timer = lockstep.StepTimer(model, optimizer, warmup=1)
-    timer._clock = ticks
+    timer._clock, timer._backward = ticks, ticks.backward_moments()
     for number, batch in enumerate(timer.batches(_loader(ticks, steps * micro)), start=1):
         if number % micro and hasattr(model, "no_sync"):
             with model.no_sync():
@@ -246,6 +235,29 @@ def test_a_step_after_restart_begins_there():
     optimizer.register_step_post_hook(timer._end_step)
     optimizer.step()
     assert _without_host(timer.steps())[-1] == _expected(data=0)
+
+
+def test_a_backward_that_threw_is_forgotten():
+    timer, model = _timed(lambda module: module, steps=2)
+    output = model(torch.ones(4, 3))
+    output.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer = Optimizer(model.parameters(), model.ticks)
+    optimizer.register_step_pre_hook(timer._begin_optimizer)
+    optimizer.register_step_post_hook(timer._end_step)
+    optimizer.step()
+    (_, last) = _without_host(timer.steps())
+    assert (last["forward"], last["backward"]) == (2 * FORWARD, BACKWARD)
+
+
+def test_a_copy_of_a_timed_model_is_not_timed():
+    timer, model = _timed(lambda module: module, steps=2)
+    model.ticks.now = 0.0
+    averaged = copy.deepcopy(model)
+    averaged(torch.ones(4, 3)).sum().backward()
+    assert timer._forward is None and not timer._backward.take()
 
 
 def test_the_clock_of_the_host_counts_seconds():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +30,32 @@ class Clock:
     def mark(self) -> _C.Moment:
         return _C.Moment.here(self.device)
 
+    def has_passed(self, moment: _C.Moment) -> bool:
+        return moment.has_passed()
+
+    def backward_moments(self) -> _C.BackwardMoments:
+        return _C.BackwardMoments(self.device)
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class _Hook:
+    """Calls a method of the timer. In a copy of the model, and in a pickled one, it does nothing."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        self._function(*arguments)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 @dataclasses.dataclass
@@ -92,17 +115,16 @@ class StepTimer:
         self._pending: deque[_Marks] = deque()
         self._marks: _Marks | None = None
         self._forward: tuple[_C.Moment, _C.Moment] | None = None  # as far as it has come
-        self._backward_start: _C.Moment | None = None
-        self._compute_end: _C.Moment | None = None
+        self._backward = self._clock.backward_moments()
         self._optimizer_start: _C.Moment | None = None
         self._optimizer_depth = 0  # of an optimizer whose step calls that of its base class, which has hooks of its own
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._handles = [
             # The wrapper's forward begins before that of its module; its engine hooks the end of backward behind us.
-            model.register_forward_pre_hook(self._begin_forward),
-            inner.register_forward_hook(self._end_forward),
-            optimizer.register_step_pre_hook(self._begin_optimizer),
-            optimizer.register_step_post_hook(self._end_step),
+            model.register_forward_pre_hook(_Hook(self._begin_forward)),
+            inner.register_forward_hook(_Hook(self._end_forward)),
+            optimizer.register_step_pre_hook(_Hook(self._begin_optimizer)),
+            optimizer.register_step_post_hook(_Hook(self._end_step)),
         ]
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -119,6 +141,7 @@ class StepTimer:
 
     def restart(self) -> None:
         """Begin the next step now: what happened since the last one, an evaluation say, belongs to no step."""
+        self._backward.take()
         self._marks = None
 
     def reset(self) -> None:
@@ -157,6 +180,7 @@ class StepTimer:
         return self._marks
 
     def _begin_forward(self, *_: Any) -> None:
+        self._collect_backwards()
         marks = self._current()
         self._optimizer_depth = 0  # a step that threw has no end
         if self._forward is not None:  # of a forward without backward
@@ -168,31 +192,20 @@ class StepTimer:
         if self._forward is None:
             return
         self._forward = (self._forward[0], self._clock.mark())
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._begin_backward)
+        self._backward.watch(tensors_in(output))
 
-    def _begin_backward(self, _: torch.Tensor) -> None:
-        if self._backward_start is not None:
-            return
-        self._backward_start = self._clock.mark()
-        if self._forward is not None:
-            self._current().add("forward", self._forward[0], self._backward_start)
-            self._forward = None
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._compute_end = self._clock.mark()
-        self._current().add("backward", self._backward_start, self._compute_end)
-        # Callbacks run in the order of their registration: the engine's, which waits for the means, comes in between.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_communication)
-
-    def _end_communication(self) -> None:
-        self._current().add("communication", self._compute_end, self._clock.mark())
-        self._backward_start = None
+    def _collect_backwards(self) -> None:
+        """Add those that have ended, and the forward before them, which the first gradient ended."""
+        for backward in self._backward.take():
+            marks = self._current()
+            if self._forward is not None:
+                marks.add("forward", self._forward[0], backward.begin)
+                self._forward = None
+            marks.add("backward", backward.begin, backward.gradients)
+            marks.add("communication", backward.gradients, backward.means)
 
     def _begin_optimizer(self, *_: Any) -> None:
-        self._backward_start = None  # of a backward that threw
+        self._collect_backwards()
         self._optimizer_depth += 1
         if self._optimizer_depth == 1:
             self._optimizer_start = self._clock.mark()
@@ -201,9 +214,10 @@ class StepTimer:
         self._optimizer_depth -= 1
         if self._optimizer_depth > 0:
             return
+        self._collect_backwards()  # of the optimizer's own: a closure
         marks = self._current()
         marks.end = self._clock.mark()
-        marks.behind = not self._optimizer_start.has_passed()
+        marks.behind = not self._clock.has_passed(self._optimizer_start)
         marks.add("optimizer", self._optimizer_start, marks.end)
         if self._forward is not None:
             marks.add("forward", *self._forward)
@@ -217,7 +231,7 @@ class StepTimer:
             self._poll()
 
     def _poll(self) -> None:
-        while self._pending and self._pending[0].end.has_passed():
+        while self._pending and self._clock.has_passed(self._pending[0].end):
             marks = self._pending.popleft()
             step = dict.fromkeys(PHASES, 0.0)
             for phase, begin, piece_end in marks.pieces:
