@@ -203,6 +203,12 @@ TransferPtr C10dCommunicator::reduce_scatter(at::Tensor output, at::Tensor input
   return std::make_unique<C10dTransfer>(std::move(work), std::vector<at::Tensor>{output, input});
 }
 
+bool lost_a_connection(std::string_view text) {
+  // NCCL's words for ncclRemoteError and ncclSystemError, the same in every error that c10d makes of them.
+  return text.find("remote process exited or there was a network error") != std::string_view::npos ||
+         text.find("unhandled system error") != std::string_view::npos;
+}
+
 /// The group is of no use to anybody any more. Without this, c10d's NCCL would keep the device busy until its timeout
 /// and then end the process.
 bool C10dCommunicator::abort(const std::string& /*report*/) {

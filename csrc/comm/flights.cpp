@@ -75,9 +75,11 @@ FlightLog::Oldest FlightLog::oldest() {
   return {};
 }
 
-void FlightLog::fail_all(std::string report) {
+void FlightLog::fail_all(std::string report, Cause cause) {
   const std::lock_guard lock(mutex_);
-  if (report_.empty()) report_ = std::move(report);
+  if (!report_.empty()) return;
+  report_ = std::move(report);
+  cause_ = cause;
 }
 
 bool FlightLog::failed() const {
@@ -87,7 +89,9 @@ bool FlightLog::failed() const {
 
 void FlightLog::throw_if_failed() const {
   const std::lock_guard lock(mutex_);
-  if (!report_.empty()) throw Error(report_);
+  if (report_.empty()) return;
+  if (cause_ == Cause::kElsewhere) throw CollectiveError(report_);
+  throw Error(report_);
 }
 
 }  // namespace lockstep

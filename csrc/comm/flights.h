@@ -82,10 +82,12 @@ class FlightLog {
   /// Forgets what has landed and returns the oldest flight that has not. Not while this thread captures a graph.
   [[nodiscard]] Oldest oldest();
 
+  enum class Cause { kHere, kElsewhere };
   /// The end of everything. The first report counts; it carries its code.
-  void fail_all(std::string report);
+  /// @param cause  where it is most likely to be found: on this rank, or on another one.
+  void fail_all(std::string report, Cause cause);
   [[nodiscard]] bool failed() const;
-  /// @throws lockstep::Error  with the report, if there is one.
+  /// @throws lockstep::Error  with the report, if there is one; a CollectiveError when the cause is elsewhere.
   void throw_if_failed() const;
 
  private:
@@ -95,6 +97,7 @@ class FlightLog {
   Flight::Clock::time_point oldest_since_{};
   int64_t issued_ = 0;
   std::string report_;
+  Cause cause_ = Cause::kHere;
 };
 
 }  // namespace lockstep

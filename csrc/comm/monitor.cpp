@@ -53,6 +53,8 @@ struct Monitor::State {
   Abort abort;
   DeviceMark mark;
 
+  std::atomic<Clock::rep> call_since{0};  // 0: in no call
+
   std::atomic<uint64_t> beat{0};
   std::mutex reading;      // of the next two
   std::vector<bool> seen;  // ranks that have written before
@@ -80,6 +82,19 @@ struct Monitor::State {
   [[nodiscard]] Standing look() {
     Standing mine = progress->look();
     mine.beat = beat;
+    return mine;
+  }
+
+  /// A call that does not come back is a wait, too.
+  [[nodiscard]] Standing look_closely() {
+    Standing mine = look();
+    const Clock::rep since = call_since;
+    if (since == 0 || is_waiting(mine.stage) || has_ended(mine.stage)) return mine;
+    const auto age = std::chrono::duration_cast<milliseconds>(Clock::now() - Clock::time_point(Clock::duration(since)));
+    if (age < interval()) return mine;
+    mine.stage = Stage::kBucketWait;
+    mine.since_ms = age.count();
+    mine.detail = "the other ranks to start a collective";
     return mine;
   }
 
@@ -113,7 +128,7 @@ struct Monitor::State {
       try {
         if (now >= next_beat) {
           note_device_failure();
-          publish(progress->look());
+          publish(look_closely());
           next_beat = now + kHeartbeat;
         }
         look_around(now);
@@ -132,7 +147,7 @@ struct Monitor::State {
   }
 
   void look_around(Clock::time_point now) {
-    const Standing mine = look();
+    const Standing mine = look_closely();
     if (!is_waiting(mine.stage)) {
       report_at_ms = threshold.count();
       reported_silence = false;
@@ -281,6 +296,18 @@ void Monitor::raise_if_lost() {
   const std::lock_guard lock(state_->mutex);
   if (!state_->lost.empty()) throw PeerError(state_->lost);
 }
+
+void Monitor::give_up(const std::string& reason) {
+  state_->give_up_device(reason);
+  const std::lock_guard lock(state_->mutex);
+  state_->lost = reason;
+}
+
+Monitor::Call::Call(Monitor& monitor) : monitor_(monitor) {
+  monitor_.state_->call_since = Clock::now().time_since_epoch().count();
+}
+
+Monitor::Call::~Call() { monitor_.state_->call_since = 0; }
 
 void Monitor::mark(at::Device device) { state_->mark.set(device, state_->progress->step()); }
 

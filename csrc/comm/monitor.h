@@ -51,6 +51,22 @@ class Monitor {
   /// @throws PeerError  the collectives were aborted: what the device has computed since is of no use.
   void raise_if_lost();
 
+  /// Aborts the collectives, if that was not done yet; `raise_if_lost` throws `reason` from then on.
+  void give_up(const std::string& reason);
+
+  /// Lives as long as this rank is in a call that starts a collective. It may block there until the other ranks make
+  /// the same call, because some backends connect them with the first collective of a kind. One at a time.
+  class Call {
+   public:
+    explicit Call(Monitor& monitor);
+    ~Call();
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    Monitor& monitor_;
+  };
+
   /// What `device`'s current stream has been given so far ends this step, and needs the other ranks.
   void mark(at::Device device);
 

@@ -135,8 +135,10 @@ class NcclCommunicator final : public Communicator {
   TransferPtr average_all(std::span<const at::Tensor> tensors) override {
     return reduce("grouped mean", tensors, ncclAvg);
   }
-  /// Memory decides, not time: with 4 MiB a step takes as long.
-  [[nodiscard]] std::optional<int64_t> worth_averaging_alone() const override { return 256 << 10; }
+  [[nodiscard]] std::optional<int64_t> worth_averaging_alone() const override { return in_place_bytes_; }
+  /// Decides it by where the ranks are, unless it is given. Collective; waits for the device.
+  /// @throws lockstep::Error  not given alike on all ranks.
+  void choose_in_place(std::optional<int64_t> given);
   TransferPtr broadcast(at::Tensor data, int root) override;
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
   TransferPtr all_to_all(at::Tensor output, at::Tensor input) override;
@@ -169,6 +171,7 @@ class NcclCommunicator final : public Communicator {
   cudaEvent_t fork_;  // what the communication stream waits for at a call
   std::timed_mutex calls_;
   bool was_captured_ = false;  // a graph may hold the communicator
+  int64_t in_place_bytes_ = 0;
   std::optional<NcclWatchdog> watchdog_;
 };
 
@@ -190,8 +193,30 @@ NcclCommunicator::~NcclCommunicator() {
   log_->fail_all(coded(Code::kAborted, fmt::format("[rank {}] the NCCL communicator was destroyed while {} was on its "
                                                    "way; its result must not be used. Wait for "
                                                    "every transfer first.",
-                                                   rank_, oldest.flight->label())));
+                                                   rank_, oldest.flight->label())),
+                 FlightLog::Cause::kHere);
   handle_.abort();
+}
+
+void NcclCommunicator::choose_in_place(std::optional<int64_t> given) {
+  // Within a host memory decides, not time: with 4 MiB a step takes as long.
+  constexpr int64_t kWithinHost = 256 << 10;
+  constexpr int64_t kAcrossHosts = 16 << 20;
+  const auto host = static_cast<int64_t>(nccl_host(rank_));
+  const int64_t asked = given.value_or(-1);
+  const at::Tensor ends = at::tensor({host, -host, asked, -asked}, at::kLong).to(device_);
+  max(ends)->wait();
+  const at::Tensor found = ends.cpu();
+  log_->throw_if_failed();
+  const auto* largest = found.const_data_ptr<int64_t>();
+  if (largest[2] != -largest[3]) {
+    fail(
+        Code::kRanksDisagree,
+        "[rank {}] the ranks were given different in_place_mb (here {} bytes; from {} to {}, -1 is lockstep's choice). "
+        "Their collectives would not match: give all ranks the same lockstep.Nccl(...).",
+        rank_, asked, -largest[3], largest[2]);
+  }
+  in_place_bytes_ = given.value_or(largest[0] == -largest[1] ? kWithinHost : kAcrossHosts);
 }
 
 void NcclCommunicator::admit(const char* collective, const at::Tensor& tensor, Order order) const {
@@ -362,7 +387,9 @@ std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c1
          "[rank {}] an NCCL communicator needs a GPU, and this process sees none. Use gloo for a model on the CPU.",
          rank);
   }
-  return std::make_shared<NcclCommunicator>(*store, rank, size, options);
+  auto communicator = std::make_shared<NcclCommunicator>(*store, rank, size, options);
+  communicator->choose_in_place(options.in_place_bytes);
+  return communicator;
 }
 
 }  // namespace lockstep

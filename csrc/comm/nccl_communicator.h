@@ -2,7 +2,9 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -20,6 +22,9 @@ struct NcclOptions {
   std::string net_name{};
   /// Keep the communicator that joining took, and share its connections: one communicator more, but less memory each.
   bool split_share = false;
+  /// Gradients of so many bytes and more are averaged where they lie. Empty: 256 KiB where all ranks are on one host
+  /// and may use its memory and links, else 16 MiB, because each tensor then pays for the way through the network.
+  std::optional<int64_t> in_place_bytes{};
 };
 
 /// The NCCL version this library was built with, as "2.28.9"; empty without NCCL.

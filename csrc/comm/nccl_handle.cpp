@@ -1,13 +1,19 @@
 #include "comm/nccl_handle.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <future>
 #include <thread>
 #include <vector>
 
 #include "core/error.h"
+#include "core/fingerprint.h"
 
 namespace lockstep {
 namespace {
@@ -108,6 +114,22 @@ std::string nccl_reason(ncclResult_t result) {
   const std::string_view detail = last == nullptr ? std::string_view() : last;
   return fmt::format("{}{}{}", ncclGetErrorString(result), detail.empty() ? "" : "; NCCL's last message: ",
                      detail.substr(0, detail.find_last_not_of('\n') + 1));
+}
+
+uint64_t nccl_host(int rank) {
+  std::string name;
+  if (const char* given = std::getenv("NCCL_HOSTID"); given != nullptr && *given != '\0') {
+    name = given;
+  } else {
+    std::array<char, 256> host{};
+    (void)gethostname(host.data(), host.size() - 1);
+    name = host.data();
+    std::string boot;
+    if (std::ifstream file("/proc/sys/kernel/random/boot_id"); std::getline(file, boot)) name += boot;
+  }
+  const char* no_peers = std::getenv("NCCL_P2P_DISABLE");
+  if (no_peers != nullptr && std::string_view(no_peers) == "1") name += fmt::format(" rank {}", rank);
+  return fingerprint(name) >> 1;
 }
 
 void NcclHandle::Abort::operator()(ncclComm_t comm) const {

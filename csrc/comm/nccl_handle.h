@@ -15,6 +15,9 @@ namespace lockstep {
 /// What went wrong, in NCCL's words: the kind of error and the last message that NCCL kept in this process.
 [[nodiscard]] std::string nccl_reason(ncclResult_t result);
 
+/// A number of this host as NCCL sees it: equal on ranks that can reach each other without the network. Not negative.
+[[nodiscard]] uint64_t nccl_host(int rank);
+
 /// How long freeing or aborting may take before the communicator is left to a thread of its own.
 inline constexpr std::chrono::seconds kNcclFarewell{10};
 

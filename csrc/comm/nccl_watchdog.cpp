@@ -47,33 +47,33 @@ void NcclWatchdog::run() {
   while (!stop_) {
     changed_.wait_for(lock, interval(timeout_), [this] { return stop_ || !requested_.empty(); });
     if (stop_) return;
-    std::string report = requested_.empty() ? look() : requested_;
-    if (!report.empty()) return end(std::move(report));
+    Finding finding = requested_.empty() ? look() : Finding{requested_};
+    if (!finding.report.empty()) return end(std::move(finding));
   }
 }
 
-std::string NcclWatchdog::look() {
+NcclWatchdog::Finding NcclWatchdog::look() {
   const FlightLog::Oldest oldest = log_->oldest();
   if (oldest.state == Flight::State::kBroken) {
-    return coded(
-        Code::kDeviceFailed,
-        fmt::format(
-            "[rank {}] CUDA failed on cuda:{} before NCCL's {} was over, so no result after it can be trusted. The "
-            "error "
-            "belongs to an earlier kernel: run with CUDA_LAUNCH_BLOCKING=1 to see which, and restart the process.",
-            who_.rank, who_.device, oldest.flight->label()));
+    return {coded(Code::kDeviceFailed,
+                  fmt::format("[rank {}] CUDA failed on cuda:{} before NCCL's {} was over, so no result after it can "
+                              "be trusted. The error belongs to an earlier kernel: run with CUDA_LAUNCH_BLOCKING=1 to "
+                              "see which, and restart the process.",
+                              who_.rank, who_.device, oldest.flight->label()))};
   }
   ncclResult_t error = ncclSuccess;
   if (const std::unique_lock alone(calls_, std::try_to_lock); alone) error = handle_.async_error();
   if (error != ncclSuccess && error != ncclInProgress) {
-    return coded(Code::kReductionFailed,
-                 fmt::format("[rank {}] NCCL failed on cuda:{} with {} on its way: {}. Another rank is probably gone; "
-                             "its own output says "
-                             "why. The communicator of {} ranks was aborted; restart the run, from a checkpoint.",
-                             who_.rank, who_.device, oldest.flight ? oldest.flight->label() : "nothing",
-                             nccl_reason(error), who_.size));
+    return {coded(Code::kReductionFailed,
+                  fmt::format("[rank {}] NCCL failed on cuda:{} with {} on its way: {}. Another rank is probably gone; "
+                              "its own output says why. The communicator of {} ranks was aborted; restart the run, "
+                              "from a checkpoint.",
+                              who_.rank, who_.device, oldest.flight ? oldest.flight->label() : "nothing",
+                              nccl_reason(error), who_.size)),
+            FlightLog::Cause::kElsewhere};
   }
-  return oldest.flight && oldest.age > timeout_ ? stuck(oldest) : std::string();
+  if (oldest.flight && oldest.age > timeout_) return {stuck(oldest), FlightLog::Cause::kElsewhere};
+  return {};
 }
 
 std::string NcclWatchdog::stuck(const FlightLog::Oldest& oldest) const {
@@ -88,8 +88,8 @@ std::string NcclWatchdog::stuck(const FlightLog::Oldest& oldest) const {
           nccl_reason(ncclSuccess), who_.size, seconds(timeout_)));
 }
 
-void NcclWatchdog::end(std::string report) {
-  log_->fail_all(std::move(report));
+void NcclWatchdog::end(Finding finding) {
+  log_->fail_all(std::move(finding.report), finding.cause);
   const std::unique_lock alone(calls_, kGrace);
   handle_.abort();
 }

@@ -35,10 +35,14 @@ class NcclWatchdog {
 
  private:
   void run();
-  /// What is wrong, as a report for people; empty when all is well.
-  std::string look();
+  /// What is wrong, with a report for people; the report is empty when all is well.
+  struct Finding {
+    std::string report{};
+    FlightLog::Cause cause = FlightLog::Cause::kHere;
+  };
+  Finding look();
   std::string stuck(const FlightLog::Oldest& oldest) const;
-  void end(std::string report);
+  void end(Finding finding);
 
   NcclHandle& handle_;
   std::shared_ptr<FlightLog> log_;

@@ -1,6 +1,7 @@
 #include "comm/watched_communicator.h"
 
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 
 #include <utility>
 
@@ -13,19 +14,43 @@ namespace {
 
 constexpr std::chrono::milliseconds kPatience{100};
 
-/// Runs `wait`, and has the monitor, if there is one, explain its failure.
-template <typename Wait>
-void explaining(Monitor* monitor, const Wait& wait) {
-  if (monitor == nullptr) return wait();
+enum class During { kStart, kWait };
+
+/// What the monitor finds out about a collective that broke, in one text with its code. No other can follow it.
+std::string explained(Monitor& monitor, const std::string& text) {
+  monitor.give_up(text);
+  const std::string cause = monitor.explain_failure(text);
+  const std::string whole = cause.empty() ? text : fmt::format("{} {}", uncoded(text), cause);
+  monitor.give_up(whole);
+  return whole;
+}
+
+/// Runs `call`, and has the monitor, if there is one, explain its failure. What fails at its start is usually this
+/// rank's own affair; what fails later is not.
+template <typename Call>
+void explaining(Monitor* monitor, During during, const Call& call) {
+  if (monitor == nullptr) return call();
   try {
-    wait();
+    call();
+  } catch (const CollectiveError& error) {
+    throw PeerError(explained(*monitor, error.what()));
   } catch (const Error&) {
+    if (during == During::kStart) monitor->raise_if_lost();  // it was the monitor that ended it
     throw;
   } catch (c10::Error& error) {
-    const std::string cause = monitor->explain_failure(error.what_without_backtrace());
+    const std::string text = error.what_without_backtrace();
+    const bool broken = lost_a_connection(text);
+    if (during == During::kStart) monitor->raise_if_lost();
+    if (during == During::kStart && !broken) throw;
+    const std::string cause = broken ? explained(*monitor, text) : monitor->explain_failure(text);
     if (!cause.empty()) error.add_context(cause);
     throw;
-  } catch (const std::runtime_error& error) {  // gloo's own kind; hooks written in Python raise others
+  } catch (const std::runtime_error& error) {  // gloo's own kind, NCCL's all-to-all; hooks in Python raise others
+    if (lost_a_connection(error.what())) throw PeerError(explained(*monitor, error.what()));
+    if (during == During::kStart) {
+      monitor->raise_if_lost();
+      throw;
+    }
     const std::string cause = monitor->explain_failure(error.what());
     if (cause.empty()) throw;
     throw PeerError(coded(Code::kReductionFailed, std::string(error.what()) + " " + cause));
@@ -38,7 +63,7 @@ class WatchedTransfer final : public Transfer, public KnownEnd {
       : inner_(std::move(inner)), monitor_(std::move(monitor)) {}
 
   void wait() override {
-    explaining(monitor_.get(), [this] {
+    explaining(monitor_.get(), During::kWait, [this] {
       while (!inner_->wait_for(kPatience)) monitor_->raise_if_hopeless();
     });
   }
@@ -68,35 +93,47 @@ class WatchedCommunicator final : public Communicator {
   [[nodiscard]] int size() const override { return inner_->size(); }
   [[nodiscard]] std::string name() const override { return inner_->name(); }
 
-  TransferPtr sum(at::Tensor data) override { return watch(inner_->sum(std::move(data))); }
-  TransferPtr sum_all(std::span<const at::Tensor> tensors) override { return watch(inner_->sum_all(tensors)); }
-  TransferPtr average_all(std::span<const at::Tensor> tensors) override { return watch(inner_->average_all(tensors)); }
+  TransferPtr sum(at::Tensor data) override {
+    return start([&] { return inner_->sum(std::move(data)); });
+  }
+  TransferPtr sum_all(std::span<const at::Tensor> tensors) override {
+    return start([&] { return inner_->sum_all(tensors); });
+  }
+  TransferPtr average_all(std::span<const at::Tensor> tensors) override {
+    return start([&] { return inner_->average_all(tensors); });
+  }
   [[nodiscard]] std::optional<int64_t> worth_averaging_alone() const override {
     return inner_->worth_averaging_alone();
   }
-  TransferPtr max(at::Tensor data) override { return watch(inner_->max(std::move(data))); }
-  TransferPtr average(at::Tensor data) override { return watch(inner_->average(std::move(data))); }
-  TransferPtr broadcast(at::Tensor data, int root) override { return watch(inner_->broadcast(std::move(data), root)); }
+  TransferPtr max(at::Tensor data) override {
+    return start([&] { return inner_->max(std::move(data)); });
+  }
+  TransferPtr average(at::Tensor data) override {
+    return start([&] { return inner_->average(std::move(data)); });
+  }
+  TransferPtr broadcast(at::Tensor data, int root) override {
+    return start([&] { return inner_->broadcast(std::move(data), root); });
+  }
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override {
-    return watch(inner_->all_gather(std::move(output), std::move(input)));
+    return start([&] { return inner_->all_gather(std::move(output), std::move(input)); });
   }
   TransferPtr all_to_all(at::Tensor output, at::Tensor input) override {
-    return watch(inner_->all_to_all(std::move(output), std::move(input)));
+    return start([&] { return inner_->all_to_all(std::move(output), std::move(input)); });
   }
   TransferPtr reduce_scatter(at::Tensor output, at::Tensor input) override {
-    return watch(inner_->reduce_scatter(std::move(output), std::move(input)));
+    return start([&] { return inner_->reduce_scatter(std::move(output), std::move(input)); });
   }
   bool abort(const std::string& report) override { return inner_->abort(report); }
   void isolate() override {
     if (!make_own_) return;
-    explaining(monitor_.get(), [this] {
+    explaining(monitor_.get(), During::kWait, [this] {
       if (auto own = make_own_()) inner_ = std::move(own);
       tell_monitor();
     });
     make_own_ = nullptr;
   }
   void outwait(const std::function<bool(std::chrono::milliseconds)>& wait_for) override {
-    explaining(monitor_.get(), [&] {
+    explaining(monitor_.get(), During::kWait, [&] {
       Communicator::outwait([&](std::chrono::milliseconds patience) {
         const bool done = wait_for(patience);
         if (!done && monitor_) monitor_->raise_if_hopeless();
@@ -116,8 +153,15 @@ class WatchedCommunicator final : public Communicator {
     });
   }
 
-  TransferPtr watch(TransferPtr transfer) {
-    return monitor_ ? std::make_unique<WatchedTransfer>(std::move(transfer), monitor_) : std::move(transfer);
+  template <typename Start>
+  TransferPtr start(const Start& call) {
+    if (!monitor_) return call();
+    TransferPtr transfer;
+    explaining(monitor_.get(), During::kStart, [&] {
+      const Monitor::Call in_call(*monitor_);
+      transfer = call();
+    });
+    return std::make_unique<WatchedTransfer>(std::move(transfer), monitor_);
   }
 
   std::shared_ptr<Communicator> inner_;

@@ -17,6 +17,12 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// A collective has failed, most likely because another rank is gone: whoever watches the ranks may know which.
+class CollectiveError : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Stable numbers of errors and warnings: "[LS-007]" at the end of the text, explained in docs/errors.md. A number is
 /// never given to another meaning. Those of the Python package begin at 101.
 enum class Code : int {
@@ -76,6 +82,12 @@ enum class Code : int {
 /// `text` with the code behind it, unless it carries one already (that of its cause).
 [[nodiscard]] inline std::string coded(Code code, std::string text) {
   return text.find("[LS-") == std::string::npos ? std::move(text) + tag(code) : std::move(text);
+}
+
+/// `text` without the code at its end.
+[[nodiscard]] inline std::string_view uncoded(std::string_view text) {
+  const size_t at = text.rfind(" [LS-");
+  return at != std::string_view::npos && text.ends_with(']') ? text.substr(0, at) : text;
 }
 
 /// Raises `Error` with a text formatted by fmt.

@@ -64,10 +64,13 @@ void bind_reducer(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
 
   py::class_<NcclOptions>(m, "NcclOptions", "Settings of an NCCL communicator of our own.")
-      .def(py::init([](int max_ctas, std::string net_name, bool split_share) {
-             return NcclOptions{.max_ctas = max_ctas, .net_name = std::move(net_name), .split_share = split_share};
+      .def(py::init([](int max_ctas, std::string net_name, bool split_share, std::optional<int64_t> in_place_bytes) {
+             return NcclOptions{.max_ctas = max_ctas,
+                                .net_name = std::move(net_name),
+                                .split_share = split_share,
+                                .in_place_bytes = in_place_bytes};
            }),
-           py::kw_only(), py::arg("max_ctas"), py::arg("net_name"), py::arg("split_share"));
+           py::kw_only(), py::arg("max_ctas"), py::arg("net_name"), py::arg("split_share"), py::arg("in_place_bytes"));
 
   py::enum_<GraphKind>(m, "GraphKind", "What may be assumed about the parameters that a backward reaches.")
       .value("COMPLETE", GraphKind::kComplete)

@@ -9,6 +9,7 @@ from lockstep import _C
 from lockstep._codes import Code, tagged
 
 KINDS = ("auto", "group", "nccl")
+_MOST_MB = 2.0**40  # larger than any gradient; infinity fits no integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +20,18 @@ class Nccl:
         max_ctas: thread blocks that a collective takes at most, and compute lacks meanwhile; 0: NCCL decides.
         net_name: network plugin or transport, such as "Socket" or "IB"; empty: NCCL decides.
         split_share: keeps the communicator that joining took, whose connections are then shared.
+        in_place_mb: gradients of so many MiB and more are averaged where they lie, and need no bucket memory. None:
+            0.25 where all ranks are on one host, else 16: each tensor then pays for the way through the network.
 
     Raises:
-        ValueError: ``max_ctas`` is negative or no integer, or ``net_name`` no text.
+        ValueError: ``max_ctas`` is negative or no integer, ``net_name`` no text, or ``in_place_mb`` negative or no
+            number.
     """
 
     max_ctas: int = 0
     net_name: str = ""
     split_share: bool = False
+    in_place_mb: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_ctas, int) or isinstance(self.max_ctas, bool) or self.max_ctas < 0:
@@ -36,6 +41,10 @@ class Nccl:
             text = (
                 f"Nccl: net_name is a word such as 'Socket' or 'IB', empty for NCCL's choice, but is {self.net_name!r}"
             )
+            raise ValueError(tagged(Code.BAD_OPTION, text))
+        size = self.in_place_mb
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size >= 0):
+            text = f"Nccl: in_place_mb is a size in MiB, or None for lockstep's choice, but is {size!r}"
             raise ValueError(tagged(Code.BAD_OPTION, text))
 
 
@@ -58,4 +67,7 @@ def kind_of(communicator: Communicator) -> str:
 
 def options_of(communicator: Communicator) -> _C.NcclOptions:
     chosen = communicator if isinstance(communicator, Nccl) else Nccl()
-    return _C.NcclOptions(max_ctas=chosen.max_ctas, net_name=chosen.net_name, split_share=chosen.split_share)
+    size = None if chosen.in_place_mb is None else int(min(chosen.in_place_mb, _MOST_MB) * 2**20)
+    return _C.NcclOptions(
+        max_ctas=chosen.max_ctas, net_name=chosen.net_name, split_share=chosen.split_share, in_place_bytes=size
+    )

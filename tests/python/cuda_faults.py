@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ def join_with_short_timeout(rank: int, world_size: int, store: str) -> None:
 def join_on_one_gpu(rank: int, world_size: int, store: str) -> None:
     """As the script of somebody who forgot to choose a device."""
     join_nccl(rank, world_size, store, timeout=GROUP_TIMEOUT)
+    os.environ.pop("NCCL_HOSTID", None)  # NCCL reads it with the first collective
     torch.cuda.set_device(0)
 
 

@@ -241,6 +241,7 @@ OWN_KEYWORDS = {
     "communicator_unknown": _own("communicator", "'nvlink'", "'group'", communicator="nvlink"),
     "nccl_for_cpu": _own("communicator='nccl'", "'cpu'", "LS-036", kind=RuntimeError, communicator="nccl"),
     "nccl_with_settings_for_cpu": _own("'cpu'", "LS-036", kind=RuntimeError, communicator=lockstep.Nccl(max_ctas=4)),
+    "nccl_size_negative": Case(lambda cls: lockstep.Nccl(in_place_mb=-1), ("in_place_mb", "-1"), ValueError, UNCHECKED),
     "nccl_blocks_negative": Case(lambda cls: lockstep.Nccl(max_ctas=-1), ("max_ctas", "-1"), ValueError, UNCHECKED),
     "nccl_net_a_number": Case(lambda cls: lockstep.Nccl(net_name=1), ("net_name", "'Socket'"), ValueError, UNCHECKED),
 }

@@ -106,14 +106,14 @@ def test_large_gradients_are_reduced_where_they_lie(gpu_ranks, mode: str, commun
     gpu_ranks.run(_in_place, MODES[mode], communicator, timeout=90)
 
 
-def _memory_of_buckets(options: dict[str, Any]) -> int:
+def _memory_of_buckets(options: dict[str, Any], layers: int = 4, width: int = 2048) -> int:
     """Bytes that wrapping a model with 64 MiB of large gradients and a step leave behind, gradients dropped."""
-    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).cuda()
+    net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).cuda()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     model = lockstep.DistributedDataParallel(net, **options)
     for _ in range(3):
-        model(on_gpu(2, 2048)).sum().backward()
+        model(on_gpu(2, width)).sum().backward()
         model.zero_grad()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated() - before
@@ -123,6 +123,31 @@ def test_large_gradients_need_no_bucket_memory(gpu_ranks):
     for communicator in COMMUNICATORS:
         assert max(gpu_ranks.run(_memory_of_buckets, {"communicator": communicator})) < 2**20
     assert min(gpu_ranks.run(_memory_of_buckets, {"gradient_as_bucket_view": True})) >= 2**26
+
+
+def test_what_our_communicator_averages_in_place_depends_on_the_way_to_the_other_ranks(gpu_ranks):
+    def needs_buckets(communicator: Any) -> bool:
+        left = gpu_ranks.run(_memory_of_buckets, {"communicator": communicator}, 16, 1024)  # 4 MiB each
+        assert all(size < 2**20 for size in left) or all(size >= 2**26 for size in left), left
+        return left[0] >= 2**26
+
+    one_host = torch.cuda.device_count() >= 2  # ranks that share a GPU pretend to be on two
+    assert needs_buckets("nccl") is not one_host
+    assert not needs_buckets(lockstep.Nccl(in_place_mb=4))
+    assert needs_buckets(lockstep.Nccl(in_place_mb=float("inf")))
+
+
+def _wraps_with_a_size_of_its_own() -> str:
+    with pytest.raises(RuntimeError, match=r"different in_place_mb .*from 0 to 1048576.*LS-019") as raised:
+        lockstep.DistributedDataParallel(
+            nn.Linear(2, 2).cuda(), communicator=lockstep.Nccl(in_place_mb=float(dist.get_rank()))
+        )
+    return str(raised.value)
+
+
+def test_a_size_that_differs_between_ranks_is_said_on_all_of_them(gpu_ranks):
+    for rank, text in enumerate(gpu_ranks.run(_wraps_with_a_size_of_its_own)):
+        assert f"[rank {rank}]" in text
 
 
 def _checkpointed(communicator: str, static: bool) -> None:

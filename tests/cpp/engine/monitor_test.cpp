@@ -197,6 +197,24 @@ TEST(Monitor, WithNothingToAbortAHopelessWaitIsForgottenWhenItEnds) {
   EXPECT_NO_THROW(ranks.monitors[0]->raise_if_lost());
 }
 
+TEST(Monitor, ACallThatDoesNotComeBackIsAWaitToo) {
+  Ranks ranks(2);
+  std::atomic<bool> aborted = false;
+  ranks.monitors[0]->set_abort([&](const std::string&) { return aborted = true; });
+  ranks.progress[0]->next_step();
+  ranks.progress[0]->enter(Stage::kBackward);
+  ranks.monitors[1]->publish_failure("oops");
+  {
+    const Monitor::Call call(*ranks.monitors[0]);
+    ASSERT_TRUE(eventually([&] { return aborted.load(); }));
+    EXPECT_TRUE(eventually([&] { return ranks.has_said(0, Stage::kBucketWait, 1); })) << "the others learn of it";
+  }
+  EXPECT_THAT([&] { ranks.monitors[0]->raise_if_lost(); },
+              ThrowsMessage<PeerError>(AllOf(HasSubstr("waits for the other ranks to start a collective of step 1"),
+                                             HasSubstr("rank 1 has failed: oops"), HasSubstr("[LS-020]"))));
+  EXPECT_TRUE(eventually([&] { return ranks.verdict(0).empty(); })) << "it is in no call any more";
+}
+
 TEST(Monitor, ARankThatIsDestroyedSaysThatItLeaves) {
   Ranks ranks(2);
   ranks.progress[0]->enter(Stage::kBucketWait);
@@ -361,6 +379,97 @@ TEST(WatchedCommunicator, ExplainsACollectiveThatFails) {
   EXPECT_THAT([&] { comm->sum(at::ones({1}))->wait(); },
               ThrowsMessage<PeerError>(AllOf(HasSubstr("Connection reset by peer"), HasSubstr("rank 1 has failed: "),
                                              HasSubstr("[LS-020]"))));
+}
+
+/// A group whose sums do what a test says at their start.
+class Starting final : public Communicator {
+ public:
+  Starting(std::function<void()> at_start, std::function<bool()> at_abort)
+      : at_start_(std::move(at_start)), at_abort_(std::move(at_abort)) {}
+  [[nodiscard]] int rank() const override { return 0; }
+  [[nodiscard]] int size() const override { return 2; }
+  [[nodiscard]] std::string name() const override { return "starting"; }
+  TransferPtr sum(at::Tensor /*data*/) override { return started(); }
+  TransferPtr max(at::Tensor /*data*/) override { return started(); }
+  TransferPtr broadcast(at::Tensor /*data*/, int /*root*/) override { return started(); }
+  TransferPtr all_gather(at::Tensor /*out*/, at::Tensor /*in*/) override { return started(); }
+  TransferPtr all_to_all(at::Tensor /*out*/, at::Tensor /*in*/) override { return started(); }
+  TransferPtr reduce_scatter(at::Tensor /*out*/, at::Tensor /*in*/) override { return started(); }
+  bool abort(const std::string& /*report*/) override { return at_abort_(); }
+
+ private:
+  TransferPtr started() {
+    at_start_();
+    return std::make_unique<NeverEnding>();
+  }
+
+  std::function<void()> at_start_;
+  std::function<bool()> at_abort_;
+};
+
+struct Started {
+  explicit Started(std::function<void()> at_start)
+      : comm(watched(std::make_shared<Starting>(std::move(at_start), [this] { return ++aborts > 0; }),
+                     ranks.monitors[0])) {
+    ranks.progress[0]->next_step();
+    ranks.progress[0]->enter(Stage::kBackward);
+  }
+  void sum() { comm->sum(at::ones({1})); }
+
+  Ranks ranks{2};
+  std::atomic<int> aborts = 0;
+  std::shared_ptr<Communicator> comm;
+};
+
+TEST(WatchedCommunicator, NamesTheRankThatBrokeACollectiveAtItsStart) {
+  Started job([] { throw CollectiveError("[rank 0] NCCL failed: Connection closed [LS-011]"); });
+  job.ranks.kill(1, Stage::kBackward);
+  EXPECT_THAT([&] { job.sum(); },
+              ThrowsMessage<PeerError>(AllOf(HasSubstr("NCCL failed: Connection closed [rank 0] is in backward"),
+                                             HasSubstr("rank 1 has not been heard of"), HasSubstr("[LS-021]"),
+                                             Not(HasSubstr("[LS-011]")))));
+  EXPECT_THAT([&] { job.ranks.monitors[0]->raise_if_lost(); },
+              ThrowsMessage<PeerError>(HasSubstr("rank 1 has not been heard of")));
+}
+
+TEST(WatchedCommunicator, KeepsTheTypeOfAnErrorOfC10dAndEndsItsGroupFirst) {
+  Started job(
+      [] { C10_THROW_ERROR(DistBackendError, "NCCL error: remote process exited or there was a network error"); });
+  job.ranks.monitors[1]->publish_failure("[rank 1] oops");
+  EXPECT_THAT([&] { job.sum(); }, ThrowsMessage<c10::DistBackendError>(
+                                      AllOf(HasSubstr("remote process exited"),
+                                            HasSubstr("rank 1 has failed: [rank 1] oops"), HasSubstr("[LS-020]"))));
+  EXPECT_EQ(job.aborts, 1);
+}
+
+TEST(WatchedCommunicator, WhatARankDoesWrongAtAStartIsItsOwnAffair) {
+  const auto begin = steady_clock::now();
+  Started misuse([] { C10_THROW_ERROR(DistBackendError, "ncclInvalidUsage: Duplicate GPU detected"); });
+  EXPECT_THAT([&] { misuse.sum(); }, ThrowsMessage<c10::DistBackendError>(Not(HasSubstr("rank 1"))));
+  Started memory([] { C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory"); });
+  EXPECT_THAT([&] { memory.sum(); }, ThrowsMessage<c10::OutOfMemoryError>(Not(HasSubstr("rank 1"))));
+  EXPECT_EQ(misuse.aborts + memory.aborts, 0);
+  EXPECT_LT(steady_clock::now() - begin, PeerWatch::kSilence) << "nobody is looked for";
+}
+
+TEST(WatchedCommunicator, ACallThatBlocksUntilTheGroupIsEndedSaysWhoseFaultItWas) {
+  const std::vector<std::function<void()>> ends{
+      [] { C10_THROW_ERROR(DistBackendError, "NCCL communicator was aborted on rank 0"); },
+      [] { throw std::runtime_error("NCCL Error 3: internal error"); },
+      [] { fail(Code::kReductionFailed, "aborted"); },
+  };
+  for (const auto& end : ends) {
+    std::atomic<bool> aborted = false;
+    Ranks ranks(2);
+    const auto blocks = [&] {
+      ASSERT_TRUE(eventually([&] { return aborted.load(); }));
+      end();
+    };
+    const auto comm = watched(std::make_shared<Starting>(blocks, [&] { return aborted = true; }), ranks.monitors[0]);
+    ranks.progress[0]->enter(Stage::kBackward);
+    ranks.monitors[1]->publish_failure("[rank 1] oops");
+    EXPECT_THAT([&] { comm->sum(at::ones({1})); }, ThrowsMessage<PeerError>(HasSubstr("rank 1 has failed: [rank 1]")));
+  }
 }
 
 TEST(WatchedCommunicator, WithoutAMonitorIsTheInnerOne) {
