@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from _contenders import Contender, baselines
 from _models import Model, models
 from _report import console, environment, print_missing
-from _step_timing import Runner, Subject, agreed, align, all_reduce_ms, compare, device_work, release
+from _step_timing import Runner, Subject, agreed, align, all_reduce_ms, compare, device_work, join_group, release
 
 Find = Callable[[str], tuple[list[Contender], dict[str, str]]]
 
@@ -234,14 +233,9 @@ def main(name: str, description: str, find: Find, *, group_size: int = 0) -> Non
         return
     if not dist.is_torchelastic_launched():
         sys.exit(f"start it with: torchrun --standalone --nproc-per-node 2 benchmarks/{name}.py (benchmarks/README.md)")
-    if options.device == "cuda":
-        if not torch.cuda.is_available():
-            sys.exit("no GPU here; the smoke test runs with --device cpu --scale tiny")
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=torch.device("cuda", torch.cuda.current_device()))
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU here; the smoke test runs with --device cpu --scale tiny")
+    join_group(options.device, TIMEOUT)
     try:
         benchmark = Benchmark(name, options, find)
         benchmark.run()

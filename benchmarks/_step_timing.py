@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,6 +52,25 @@ class Timer:
         self.events[1].record()
         torch.cuda.synchronize()
         return self.events[0].elapsed_time(self.events[1])
+
+
+def join_group(device_type: str, timeout: timedelta) -> torch.device:
+    """Become one of torchrun's ranks, and return its device.
+
+    Ranks that share a GPU pretend to be hosts of their own, else NCCL refuses them: they talk over sockets, and the GPU
+    gives them its time in slices.
+    """
+    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if device_type != "cuda":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    if ranks > torch.cuda.device_count():
+        os.environ["NCCL_HOSTID"] = f"rank {local}"
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    return device
 
 
 def synchronize(device: torch.device) -> None:

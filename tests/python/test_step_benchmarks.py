@@ -82,6 +82,23 @@ def test_a_contender_that_fails_does_not_stop_the_others(tmp_path):
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.benchmark_smoke
+def test_timer_cost_measures_every_model_with_and_without_the_timer(tmp_path):
+    result = tmp_path / "timer_cost.json"
+
+    ran = launch("timer_cost.py", "--json", str(result))
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(result.read_text())
+    assert [model["model"] for model in found["models"]] == [
+        *("MLP, 4 layers of 256", "MLP, 8 layers of 1024", "GPT-small, 2 x 32"),
+    ]
+    for model in found["models"]:
+        assert len(model["with_ms"]) == len(model["without_ms"]) == 2
+        assert min(*model["with_ms"], *model["without_ms"]) > 0
+
+
 def test_an_excess_compares_equal_rounds(benchmark_modules):
     from _step_report import excess_pct
 
