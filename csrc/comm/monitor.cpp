@@ -53,7 +53,8 @@ struct Monitor::State {
   Abort abort;
   DeviceMark mark;
 
-  std::atomic<Clock::rep> call_since{0};  // 0: in no call
+  std::atomic<const char*> call_awaits{nullptr};  // null: in no call
+  std::atomic<Clock::rep> call_since{0};
 
   std::atomic<uint64_t> beat{0};
   std::mutex reading;      // of the next two
@@ -79,22 +80,18 @@ struct Monitor::State {
         watch(this_rank, patience),
         report_at_ms(patience.count()) {}
 
+  /// How long this rank has been in a call.
+  [[nodiscard]] milliseconds age_of_call() const {
+    if (call_awaits == nullptr) return milliseconds(0);
+    return std::chrono::duration_cast<milliseconds>(Clock::now() -
+                                                    Clock::time_point(Clock::duration(call_since.load())));
+  }
+
   [[nodiscard]] Standing look() {
     Standing mine = progress->look();
     mine.beat = beat;
-    return mine;
-  }
-
-  /// A call that does not come back is a wait, too.
-  [[nodiscard]] Standing look_closely() {
-    Standing mine = look();
-    const Clock::rep since = call_since;
-    if (since == 0 || is_waiting(mine.stage) || has_ended(mine.stage)) return mine;
-    const auto age = std::chrono::duration_cast<milliseconds>(Clock::now() - Clock::time_point(Clock::duration(since)));
-    if (age < interval()) return mine;
-    mine.stage = Stage::kBucketWait;
-    mine.since_ms = age.count();
-    mine.detail = "the other ranks to start a collective";
+    if (is_waiting(mine.stage) || has_ended(mine.stage) || age_of_call() < interval()) return mine;
+    if (const char* awaits = call_awaits) mine.detail = awaits;
     return mine;
   }
 
@@ -116,7 +113,7 @@ struct Monitor::State {
     return lines;
   }
 
-  PeerWatch::Judgement judge(const Standing& mine, PeerWatch::Because because = PeerWatch::Because::kWaiting) {
+  PeerWatch::Judgement judge(const Standing& mine, PeerWatch::Because because) {
     const PeerWatch::Lines lines = read();
     const std::lock_guard lock(reading);
     return watch.judge(lines, mine, Clock::now(), because);
@@ -128,7 +125,7 @@ struct Monitor::State {
       try {
         if (now >= next_beat) {
           note_device_failure();
-          publish(look_closely());
+          publish(look());
           next_beat = now + kHeartbeat;
         }
         look_around(now);
@@ -147,7 +144,13 @@ struct Monitor::State {
   }
 
   void look_around(Clock::time_point now) {
-    const Standing mine = look_closely();
+    Standing mine = look();
+    auto because = PeerWatch::Because::kWaiting;
+    if (!is_waiting(mine.stage) && !has_ended(mine.stage) && age_of_call() >= threshold) {
+      mine.stage = Stage::kBucketWait;
+      mine.since_ms = age_of_call().count();
+      because = PeerWatch::Because::kPerhapsWaiting;
+    }
     if (!is_waiting(mine.stage)) {
       report_at_ms = threshold.count();
       reported_silence = false;
@@ -159,7 +162,7 @@ struct Monitor::State {
     }
     if (mine.since_ms < interval().count() || now < next_look) return;
     next_look = look_after(now);
-    const PeerWatch::Judgement judgement = judge(mine);
+    const PeerWatch::Judgement judgement = judge(mine, because);
     if (mine.since_ms >= report_at_ms || (judgement.silent && !reported_silence)) {
       fmt::print(stderr, "{}\n", judgement.report);
       while (report_at_ms <= mine.since_ms) report_at_ms *= 2;
@@ -191,7 +194,7 @@ struct Monitor::State {
     mine.step = sight.step;
     mine.since_ms = sight.age.count();
     mine.detail = "its device to finish the reduction";
-    give_up_device(judge(mine, PeerWatch::Because::kDeviceWaits).error);
+    give_up_device(judge(mine, PeerWatch::Because::kPerhapsWaiting).error);
   }
 
   /// Nobody will ever take part in what is on its way: whoever waits for the device must be let go.
@@ -303,11 +306,16 @@ void Monitor::give_up(const std::string& reason) {
   state_->lost = reason;
 }
 
-Monitor::Call::Call(Monitor& monitor) : monitor_(monitor) {
+Monitor::Call::Call(Monitor& monitor, const char* awaits)
+    : monitor_(monitor), outermost_(monitor.state_->call_awaits == nullptr) {
+  if (!outermost_) return;
   monitor_.state_->call_since = Clock::now().time_since_epoch().count();
+  monitor_.state_->call_awaits = awaits;
 }
 
-Monitor::Call::~Call() { monitor_.state_->call_since = 0; }
+Monitor::Call::~Call() {
+  if (outermost_) monitor_.state_->call_awaits = nullptr;
+}
 
 void Monitor::mark(at::Device device) { state_->mark.set(device, state_->progress->step()); }
 

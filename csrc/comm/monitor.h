@@ -54,17 +54,20 @@ class Monitor {
   /// Aborts the collectives, if that was not done yet; `raise_if_lost` throws `reason` from then on.
   void give_up(const std::string& reason);
 
-  /// Lives as long as this rank is in a call that starts a collective. It may block there until the other ranks make
-  /// the same call, because some backends connect them with the first collective of a kind. One at a time.
+  /// Lives as long as this rank is in a call that may wait for the other ranks, although nobody says so: one that
+  /// starts a collective (some backends connect the ranks with the first of a kind), or a hook of the user's. Beyond
+  /// the threshold it counts as a wait here; to the others it may as well be slow. One inside another is part of it.
   class Call {
    public:
-    explicit Call(Monitor& monitor);
+    /// @param awaits  what the rank waits for meanwhile; a literal.
+    Call(Monitor& monitor, const char* awaits);
     ~Call();
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
    private:
     Monitor& monitor_;
+    bool outermost_;
   };
 
   /// What `device`'s current stream has been given so far ends this step, and needs the other ranks.

@@ -158,7 +158,7 @@ class WatchedCommunicator final : public Communicator {
     if (!monitor_) return call();
     TransferPtr transfer;
     explaining(monitor_.get(), During::kStart, [&] {
-      const Monitor::Call in_call(*monitor_);
+      const Monitor::Call in_call(*monitor_, "the start of a collective");
       transfer = call();
     });
     return std::make_unique<WatchedTransfer>(std::move(transfer), monitor_);

@@ -16,7 +16,9 @@ constexpr size_t kMostRanks = 8;  // named in one report
 
 /// What a stage is called in a sentence: "rank 1 ...".
 std::string doing(const Standing& standing) {
-  const auto of_step = fmt::format("of step {}", standing.step);
+  std::string of_step = fmt::format("of step {}", standing.step);
+  const bool says_why = is_waiting(standing.stage) || has_ended(standing.stage) || standing.detail.empty();
+  if (!says_why) of_step += fmt::format(", waiting for {},", standing.detail);
   switch (standing.stage) {
     case Stage::kConstruction:
       return "is wrapping its model";
@@ -108,7 +110,7 @@ std::chrono::milliseconds PeerWatch::silence(size_t rank, const Standing& line, 
 
 PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, TimePoint now, Because because) {
   const auto dead_after = because == Because::kCollectiveFailed ? kSilence : threshold_;
-  const bool host_waits = because != Because::kDeviceWaits;
+  const bool surely = because != Because::kPerhapsWaiting;
   seen_.resize(lines.size());
   std::vector<std::string> missing;
   std::vector<std::string> elsewhere;  // wait as we do, but for something else
@@ -143,7 +145,7 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
     if (has_left(line.stage)) {
       // What a device waits for, a rank that has left may have done.
       const bool done = line.step > mine.step || (line.step == mine.step && line.stage == Stage::kLeft);
-      if ((host_waits || !done) && hopeless.empty()) hopeless = told;
+      if ((surely || !done) && hopeless.empty()) hopeless = told;
       continue;
     }
     const auto quiet = silence(r, line, now);
@@ -159,7 +161,7 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
     if (!is_waiting(line.stage)) missing.push_back(told);
     if (is_waiting(line.stage) && !here) elsewhere.push_back(told);
   }
-  if (host_waits && hopeless.empty() && all_wait && !elsewhere.empty() && mine.since_ms >= threshold_.count()) {
+  if (surely && hopeless.empty() && all_wait && !elsewhere.empty() && mine.since_ms >= threshold_.count()) {
     hopeless =
         fmt::format("all ranks wait, but not for the same: {}. Their collectives do not match", listed(elsewhere));
     code = Code::kMismatchedWaits;

@@ -32,7 +32,7 @@ class PeerWatch {
   enum class Because {
     kWaiting,
     kCollectiveFailed,  ///< Silence needs no threshold to be the reason.
-    kDeviceWaits,       ///< The host does not, and may be further; and who has left may have done its part.
+    kPerhapsWaiting,    ///< A device is behind, or a call takes long; who has left may have done its part.
   };
 
   struct Judgement {

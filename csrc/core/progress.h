@@ -41,7 +41,9 @@ struct Standing {
   Stage stage = Stage::kConstruction;
   uint32_t step = 0;     ///< Forwards begun so far that build a graph.
   int64_t since_ms = 0;  ///< How long in this stage.
-  std::string detail;    ///< The bucket waited for, or the text of the error; empty while its cause is looked for.
+  /// The bucket waited for, or the text of the error (empty while its cause is looked for); in a stage that is no wait,
+  /// what a call within it has been waiting for.
+  std::string detail;
 };
 
 /// Costs one clock reading and two stores per turn; no lock, except for the texts of an error and of a new plan.

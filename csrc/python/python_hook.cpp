@@ -4,6 +4,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "comm/monitor.h"
@@ -140,10 +141,13 @@ class PythonHook final : public CommHook {
     std::string where = fmt::format("the comm hook '{}', called for {},", name_, bucket.describe());
     const bool on_host = bucket.memory.is_cpu();
     if (on_host && order_->one_at_a_time()) await_last(comm);
+    const auto monitor = comm.monitor();
     const py::gil_scoped_acquire gil;
     if (on_host) order_->on_starting();
     py::object result;
     try {
+      std::optional<Monitor::Call> in_call;
+      if (monitor) in_call.emplace(*monitor, "its comm hook");
       result = hook_(state_, as_torch_bucket(bucket));
     } catch (py::error_already_set& error) {
       if (py::hasattr(error.value(), "add_note")) {

@@ -274,3 +274,26 @@ def _second_round_at_once_at_first() -> None:
 
 def test_buckets_of_a_hook_with_two_rounds_never_overlap_even_if_the_second_was_once_inside_the_hook(ranks):
     ranks.run(_second_round_at_once_at_first)
+
+
+def _sees_where_the_other_hook_is() -> str:
+    seen = []
+
+    def late(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The first rank waits in its collective until the second one has seen it there."""
+        deadline = time.monotonic() + 20
+        while dist.get_rank() == 1 and not seen and time.monotonic() < deadline:
+            (standings,) = (model for name, model in lockstep.dump_state().items() if name.endswith("Sequential"))
+            seen.extend(text for text in [standings[0]["sentence"]] if "waiting for" in text)
+        return new_storage_hook(state, bucket)
+
+    model = lockstep.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2)), stall_threshold=1.0)
+    model.register_comm_hook(None, late)
+    model(rank_data(2, 2)).sum().backward()
+    dist.barrier()  # one model at a time is alive
+    return "".join(seen)
+
+
+def test_a_rank_that_waits_inside_its_hook_says_so(ranks):
+    _, seen = ranks.run(_sees_where_the_other_hook_is)
+    assert "rank 0 is in backward of step 1, waiting for its comm hook, since" in seen

@@ -222,7 +222,7 @@ TEST(PeerWatch, SilenceIsHopelessAfterTheThresholdOrWhenACollectiveHasFailed) {
 }
 
 TEST(PeerWatch, WhenOnlyTheDeviceWaitsTheDeadAndTheFailedAreReasonsAndNobodyElse) {
-  const auto because = PeerWatch::Because::kDeviceWaits;
+  const auto because = PeerWatch::Because::kPerhapsWaiting;
   constexpr milliseconds kLong{30000};
   EXPECT_THAT(looked_twice(kLong, 1, waiting(60000), because, kLong).error, HasSubstr("[LS-021]"));
   EXPECT_THAT(looked_twice(PeerWatch::kSilence, 1, waiting(60000), because, kLong).error, IsEmpty()) << "a slow host";

@@ -205,14 +205,28 @@ TEST(Monitor, ACallThatDoesNotComeBackIsAWaitToo) {
   ranks.progress[0]->enter(Stage::kBackward);
   ranks.monitors[1]->publish_failure("oops");
   {
-    const Monitor::Call call(*ranks.monitors[0]);
+    const Monitor::Call call(*ranks.monitors[0], "the bus");
+    { const Monitor::Call inner(*ranks.monitors[0], "the driver"); }  // the outer one goes on
     ASSERT_TRUE(eventually([&] { return aborted.load(); }));
-    EXPECT_TRUE(eventually([&] { return ranks.has_said(0, Stage::kBucketWait, 1); })) << "the others learn of it";
   }
   EXPECT_THAT([&] { ranks.monitors[0]->raise_if_lost(); },
-              ThrowsMessage<PeerError>(AllOf(HasSubstr("waits for the other ranks to start a collective of step 1"),
+              ThrowsMessage<PeerError>(AllOf(HasSubstr("waits for the bus of step 1"),
                                              HasSubstr("rank 1 has failed: oops"), HasSubstr("[LS-020]"))));
   EXPECT_TRUE(eventually([&] { return ranks.verdict(0).empty(); })) << "it is in no call any more";
+}
+
+TEST(Monitor, ToTheOthersACallThatTakesLongIsNoWait) {
+  Ranks ranks(2);
+  ranks.progress[0]->next_step();
+  ranks.progress[0]->enter(Stage::kBackward);
+  const Monitor::Call call(*ranks.monitors[0], "its hook");
+  ranks.progress[1]->next_step();
+  ranks.progress[1]->next_step();
+  ranks.progress[1]->enter(Stage::kBufferWait);
+  EXPECT_THAT(printed("waiting for its hook"),
+              HasSubstr("rank 0 is in backward of step 1, waiting for its hook, since"));
+  ASSERT_TRUE(eventually([&] { return ranks.progress[1]->look().since_ms > 3 * kThreshold.count(); }));
+  EXPECT_EQ(ranks.verdict(1), "") << "their collectives may still match";
 }
 
 TEST(Monitor, ARankThatIsDestroyedSaysThatItLeaves) {
