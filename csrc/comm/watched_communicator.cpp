@@ -16,42 +16,32 @@ constexpr std::chrono::milliseconds kPatience{100};
 
 enum class During { kStart, kWait };
 
-/// What the monitor finds out about a collective that broke, in one text with its code. No other can follow it.
-std::string explained(Monitor& monitor, const std::string& text) {
-  monitor.give_up(text);
-  const std::string cause = monitor.explain_failure(text);
-  const std::string whole = cause.empty() ? text : fmt::format("{} {}", uncoded(text), cause);
-  monitor.give_up(whole);
-  return whole;
-}
-
 /// Runs `call`, and has the monitor, if there is one, explain its failure. What fails at its start is usually this
 /// rank's own affair; what fails later is not.
 template <typename Call>
 void explaining(Monitor* monitor, During during, const Call& call) {
   if (monitor == nullptr) return call();
+  const bool starts = during == During::kStart;
   try {
     call();
   } catch (const CollectiveError& error) {
-    throw PeerError(explained(*monitor, error.what()));
+    const std::string cause = cause_of(*monitor, error.what(), /*lost=*/true);
+    throw PeerError(cause.empty() ? error.what() : fmt::format("{} {}", uncoded(error.what()), cause));
   } catch (const Error&) {
-    if (during == During::kStart) monitor->raise_if_lost();  // it was the monitor that ended it
+    if (starts) monitor->raise_if_lost();  // it was the monitor that ended it
     throw;
   } catch (c10::Error& error) {
     const std::string text = error.what_without_backtrace();
-    const bool broken = lost_a_connection(text);
-    if (during == During::kStart) monitor->raise_if_lost();
-    if (during == During::kStart && !broken) throw;
-    const std::string cause = broken ? explained(*monitor, text) : monitor->explain_failure(text);
-    if (!cause.empty()) error.add_context(cause);
+    const bool lost = lost_a_connection(text);
+    if (starts) monitor->raise_if_lost();
+    if (starts && !lost) throw;
+    if (const std::string cause = cause_of(*monitor, text, lost); !cause.empty()) error.add_context(cause);
     throw;
-  } catch (const std::runtime_error& error) {  // gloo's own kind, NCCL's all-to-all; hooks in Python raise others
-    if (lost_a_connection(error.what())) throw PeerError(explained(*monitor, error.what()));
-    if (during == During::kStart) {
-      monitor->raise_if_lost();
-      throw;
-    }
-    const std::string cause = monitor->explain_failure(error.what());
+  } catch (const std::runtime_error& error) {  // gloo's own kind; hooks written in Python raise others
+    const bool lost = lost_a_connection(error.what());
+    if (starts) monitor->raise_if_lost();
+    if (starts && !lost) throw;
+    const std::string cause = cause_of(*monitor, error.what(), lost);
     if (cause.empty()) throw;
     throw PeerError(coded(Code::kReductionFailed, std::string(error.what()) + " " + cause));
   }
@@ -170,6 +160,13 @@ class WatchedCommunicator final : public Communicator {
 };
 
 }  // namespace
+
+std::string cause_of(Monitor& monitor, const std::string& text, bool lost) {
+  if (lost) monitor.give_up(text);
+  std::string cause = monitor.explain_failure(text);
+  if (lost && !cause.empty()) monitor.give_up(cause);
+  return cause;
+}
 
 std::shared_ptr<Communicator> watched(std::shared_ptr<Communicator> inner, std::shared_ptr<Monitor> monitor,
                                       MakeOwn make_own) {

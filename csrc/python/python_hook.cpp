@@ -7,7 +7,9 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "comm/c10d_communicator.h"
 #include "comm/monitor.h"
+#include "comm/watched_communicator.h"
 #include "core/error.h"
 
 namespace lockstep::python {
@@ -180,7 +182,7 @@ class PythonHook final : public CommHook {
     const auto monitor = comm.monitor();
     if (!monitor || !comes_from_the_wire(text)) return "";
     const py::gil_scoped_release no_gil;
-    return ". " + monitor->explain_failure(text);
+    return ". " + cause_of(*monitor, text, lost_a_connection(text));
   }
 
   py::object state_;

@@ -99,7 +99,8 @@ def _one_missing() -> tuple[str, float]:
 
 def test_a_rank_that_does_not_come_is_an_error_after_the_groups_timeout(broken_ranks):
     text, seconds = broken_ranks.run(_one_missing)[0]
-    assert text and seconds < 2 * GROUP_TIMEOUT
+    # The timeout, 4.5 s in which the monitor looks for a rank that died, and room for a busy machine.
+    assert text and seconds < 3 * GROUP_TIMEOUT
 
 
 def _initial_state(options: dict, buffers_equal: bool) -> None:
