@@ -233,8 +233,6 @@ def main(name: str, description: str, find: Find, *, group_size: int = 0) -> Non
         return
     if not dist.is_torchelastic_launched():
         sys.exit(f"start it with: torchrun --standalone --nproc-per-node 2 benchmarks/{name}.py (benchmarks/README.md)")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("no GPU here; the smoke test runs with --device cpu --scale tiny")
     join_group(options.device, TIMEOUT)
     try:
         benchmark = Benchmark(name, options, find)

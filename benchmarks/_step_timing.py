@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -65,9 +66,11 @@ def join_group(device_type: str, timeout: timedelta) -> torch.device:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        sys.exit("no GPU here; the smoke test runs with --device cpu --scale tiny")
     device = torch.device("cuda", local % torch.cuda.device_count())
     if ranks > torch.cuda.device_count():
-        os.environ["NCCL_HOSTID"] = f"rank {local}"
+        os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timeout, device_id=device)
     return device

@@ -39,7 +39,8 @@ class C10dCommunicator final : public Communicator {
   bool groups_;  // the backend makes one launch of a list, and knows the mean
 };
 
-/// Whether the text of an error says that NCCL lost another rank. c10d's watchdog may end the process soon after.
+/// Whether the text of an error says that NCCL may have lost another rank (or that the system refused it something).
+/// c10d's watchdog may end the process soon after.
 [[nodiscard]] bool lost_a_connection(std::string_view text);
 
 }  // namespace lockstep

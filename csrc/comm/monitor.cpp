@@ -324,7 +324,7 @@ void Monitor::set_abort(Abort abort) {
   if (state_->lost.empty()) state_->abort = std::move(abort);
 }
 
-std::string Monitor::explain_failure(const std::string& text) {
+Monitor::Cause Monitor::explain_failure(const std::string& text) {
   const Standing mine = state_->look();
   state_->progress->give_up("");
   // Counted from look to look: a store that is slow must not use up the time in which silence shows.
@@ -338,7 +338,7 @@ std::string Monitor::explain_failure(const std::string& text) {
       if (!judgement.error.empty()) {
         state_->progress->give_up(judgement.error);
         state_->publish(state_->progress->look());
-        return judgement.error;
+        return {judgement.error, true};
       }
       report = judgement.report;
       last_look = Clock::now();
@@ -348,10 +348,10 @@ std::string Monitor::explain_failure(const std::string& text) {
     } while (last_look < *first_look + PeerWatch::kSilence + kHeartbeat);
   } catch (const std::exception&) {
     state_->progress->give_up(text);
-    return state_->about_lost_store(mine);
+    return {state_->about_lost_store(mine), true};
   }
   publish_failure(text);  // the cause may be here
-  return report;
+  return {report, false};
 }
 
 void Monitor::publish_failure(const std::string& text) {

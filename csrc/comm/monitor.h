@@ -75,13 +75,16 @@ class Monitor {
 
   /// Aborts the collectives of this rank, given the reason, and says whether there was anything to abort.
   using Abort = std::function<bool(const std::string&)>;
-  /// Called by the monitor's thread, at most once.
+  /// Called from any thread, at most once.
   void set_abort(Abort abort);
 
+  struct Cause {
+    std::string text;    ///< What was found out about the other ranks, with its code.
+    bool found = false;  ///< It was one of them. Else the failure is published as our own.
+  };
   /// A collective has failed here, and the cause is probably another rank: says so to the others, and gives that one
-  /// a moment to be seen dead or failed. Where none is, the failure is published as our own. Returns what was found
-  /// out.
-  [[nodiscard]] std::string explain_failure(const std::string& text);
+  /// a moment to be seen dead or failed.
+  [[nodiscard]] Cause explain_failure(const std::string& text);
 
   /// Publishes at once that this rank has failed, if the store answers.
   void publish_failure(const std::string& text);

@@ -107,6 +107,10 @@ std::optional<ncclDataType_t> wire_type(at::ScalarType dtype) {
   }
 }
 
+// Within a host memory decides, not time: with 4 MiB a step takes as long.
+constexpr int64_t kInPlaceWithinHost = 256 << 10;
+constexpr int64_t kInPlaceAcross = 16 << 20;
+
 class NcclCommunicator final : public Communicator {
  public:
   NcclCommunicator(c10d::Store& store, int rank, int size, const NcclOptions& options)
@@ -116,6 +120,8 @@ class NcclCommunicator final : public Communicator {
         device_(at::kCUDA, c10::cuda::current_device()),
         stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device_.index())),
         handle_(store, rank, size, options),
+        in_place_bytes_(
+            options.in_place_bytes.value_or(handle_.is_on_one_host() ? kInPlaceWithinHost : kInPlaceAcross)),
         log_(std::make_shared<FlightLog>()),
         fork_(events_.take()),
         watchdog_(std::in_place, handle_, log_, calls_, NcclIdentity{rank, size, device_.index()}, options.timeout) {}
@@ -136,9 +142,6 @@ class NcclCommunicator final : public Communicator {
     return reduce("grouped mean", tensors, ncclAvg);
   }
   [[nodiscard]] std::optional<int64_t> worth_averaging_alone() const override { return in_place_bytes_; }
-  /// Decides it by where the ranks are, unless it is given. Collective; waits for the device.
-  /// @throws lockstep::Error  not given alike on all ranks.
-  void choose_in_place(std::optional<int64_t> given);
   TransferPtr broadcast(at::Tensor data, int root) override;
   TransferPtr all_gather(at::Tensor output, at::Tensor input) override;
   TransferPtr all_to_all(at::Tensor output, at::Tensor input) override;
@@ -166,12 +169,12 @@ class NcclCommunicator final : public Communicator {
   at::Device device_;
   CUDAStream stream_;  // of torch's pool, which outlives what the allocator remembers of it
   NcclHandle handle_;
+  int64_t in_place_bytes_;
   std::shared_ptr<FlightLog> log_;
   EventPool events_;
   cudaEvent_t fork_;  // what the communication stream waits for at a call
   std::timed_mutex calls_;
   bool was_captured_ = false;  // a graph may hold the communicator
-  int64_t in_place_bytes_ = 0;
   std::optional<NcclWatchdog> watchdog_;
 };
 
@@ -196,27 +199,6 @@ NcclCommunicator::~NcclCommunicator() {
                                                    rank_, oldest.flight->label())),
                  FlightLog::Cause::kHere);
   handle_.abort();
-}
-
-void NcclCommunicator::choose_in_place(std::optional<int64_t> given) {
-  // Within a host memory decides, not time: with 4 MiB a step takes as long.
-  constexpr int64_t kWithinHost = 256 << 10;
-  constexpr int64_t kAcrossHosts = 16 << 20;
-  const auto host = static_cast<int64_t>(nccl_host(rank_));
-  const int64_t asked = given.value_or(-1);
-  const at::Tensor ends = at::tensor({host, -host, asked, -asked}, at::kLong).to(device_);
-  max(ends)->wait();
-  const at::Tensor found = ends.cpu();
-  log_->throw_if_failed();
-  const auto* largest = found.const_data_ptr<int64_t>();
-  if (largest[2] != -largest[3]) {
-    fail(
-        Code::kRanksDisagree,
-        "[rank {}] the ranks were given different in_place_mb (here {} bytes; from {} to {}, -1 is lockstep's choice). "
-        "Their collectives would not match: give all ranks the same lockstep.Nccl(...).",
-        rank_, asked, -largest[3], largest[2]);
-  }
-  in_place_bytes_ = given.value_or(largest[0] == -largest[1] ? kWithinHost : kAcrossHosts);
 }
 
 void NcclCommunicator::admit(const char* collective, const at::Tensor& tensor, Order order) const {
@@ -270,6 +252,13 @@ void NcclCommunicator::check(ncclResult_t result, const Flight& flight) const {
   }
   if (result == ncclSuccess) return;
   log_->throw_if_failed();
+  if (result == ncclRemoteError || result == ncclSystemError) {  // sooner than the watchdog, which will see it too
+    throw CollectiveError(coded(
+        Code::kReductionFailed,
+        fmt::format("[rank {}] NCCL could not start {} on {}: {}. Another rank is probably gone; its own output says "
+                    "why. Restart the run, from a checkpoint.",
+                    rank_, flight.label(), device_.str(), nccl_reason(result))));
+  }
   fail(Code::kReductionFailed,
        "[rank {}] NCCL could not start {} on {}: {}. The other ranks wait for it, so this step cannot finish. Run with "
        "NCCL_DEBUG=INFO to see why.",
@@ -387,9 +376,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(const c10::intrusive_ptr<c1
          "[rank {}] an NCCL communicator needs a GPU, and this process sees none. Use gloo for a model on the CPU.",
          rank);
   }
-  auto communicator = std::make_shared<NcclCommunicator>(*store, rank, size, options);
-  communicator->choose_in_place(options.in_place_bytes);
-  return communicator;
+  return std::make_shared<NcclCommunicator>(*store, rank, size, options);
 }
 
 }  // namespace lockstep

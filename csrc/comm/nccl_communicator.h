@@ -23,7 +23,7 @@ struct NcclOptions {
   /// Keep the communicator that joining took, and share its connections: one communicator more, but less memory each.
   bool split_share = false;
   /// Gradients of so many bytes and more are averaged where they lie. Empty: 256 KiB where all ranks are on one host
-  /// and may use its memory and links, else 16 MiB, because each tensor then pays for the way through the network.
+  /// and NCCL_P2P_DISABLE is not 1, else 16 MiB, because each tensor then pays for the way through the network.
   std::optional<int64_t> in_place_bytes{};
 };
 

@@ -23,6 +23,8 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kPoll{1};
 constexpr const char* kIdKey = "nccl_id";
+constexpr const char* kOtherHostKey = "nccl_other_host";
+constexpr const char* kOtherSizeKey = "nccl_other_in_place_bytes";
 
 std::string joined_key(int rank) { return fmt::format("nccl_joined_{}", rank); }
 
@@ -55,28 +57,54 @@ milliseconds left_until(Clock::time_point deadline) {
   return std::max(std::chrono::duration_cast<milliseconds>(deadline - Clock::now()), milliseconds(1));
 }
 
-/// The id that rank 0 made, on every rank.
-ncclUniqueId shared_id(c10d::Store& store, int rank, const NcclOptions& options, Clock::time_point deadline) {
+/// Equal on ranks of one host, as NCCL tells hosts apart.
+uint64_t host_number(int rank) {
+  std::string name;
+  if (const char* given = std::getenv("NCCL_HOSTID"); given != nullptr && *given != '\0') {
+    name = given;
+  } else {
+    std::array<char, 256> host{};
+    (void)gethostname(host.data(), host.size() - 1);
+    name = host.data();
+    std::string boot;
+    if (std::ifstream file("/proc/sys/kernel/random/boot_id"); std::getline(file, boot)) name += boot;
+  }
+  const char* no_peers = std::getenv("NCCL_P2P_DISABLE");
+  if (no_peers != nullptr && std::string_view(no_peers) == "1") name += fmt::format(" rank {}", rank);
+  return fingerprint(name);
+}
+
+/// What rank 0 hands to all: the id that it made, and what the others compare with their own.
+struct Invitation {
   ncclUniqueId id{};
+  uint64_t host = 0;
+  int64_t in_place_bytes = -1;  // -1: not given
+};
+
+Invitation invitation(c10d::Store& store, int rank, const NcclOptions& options, Clock::time_point deadline) {
+  Invitation mine{.host = host_number(rank), .in_place_bytes = options.in_place_bytes.value_or(-1)};
   if (rank == 0) {
-    const ncclResult_t made = ncclGetUniqueId(&id);
+    const ncclResult_t made = ncclGetUniqueId(&mine.id);
     if (made != ncclSuccess) {
       fail(Code::kNcclNotJoined, "[rank 0] NCCL could not be started: {}. Run with NCCL_DEBUG=INFO to see why.",
            nccl_reason(made));
     }
-    const auto* bytes = reinterpret_cast<const uint8_t*>(id.internal);
-    store.set(kIdKey, std::vector<uint8_t>(bytes, bytes + sizeof(id.internal)));
-    return id;
+    const auto* bytes = reinterpret_cast<const uint8_t*>(&mine);
+    store.set(kIdKey, std::vector<uint8_t>(bytes, bytes + sizeof(mine)));
+    return mine;
   }
   std::string reason;
   try {
     store.wait({kIdKey}, left_until(deadline));
     const std::vector<uint8_t> bytes = store.get(kIdKey);
-    if (bytes.size() == sizeof(id.internal)) {
-      std::memcpy(id.internal, bytes.data(), bytes.size());
-      return id;
+    if (Invitation theirs; bytes.size() == sizeof(theirs)) {
+      std::memcpy(&theirs, bytes.data(), bytes.size());
+      // Before joining: who has joined knows that all have said so.
+      if (theirs.host != mine.host) store.set(kOtherHostKey, std::vector<uint8_t>{1});
+      if (theirs.in_place_bytes != mine.in_place_bytes) store.set(kOtherSizeKey, std::vector<uint8_t>{1});
+      return theirs;
     }
-    reason = fmt::format("it has {} bytes instead of {}", bytes.size(), sizeof(id.internal));
+    reason = fmt::format("it has {} bytes instead of {}", bytes.size(), sizeof(Invitation));
   } catch (const std::exception& error) {
     reason = error.what();
   }
@@ -116,29 +144,13 @@ std::string nccl_reason(ncclResult_t result) {
                      detail.substr(0, detail.find_last_not_of('\n') + 1));
 }
 
-uint64_t nccl_host(int rank) {
-  std::string name;
-  if (const char* given = std::getenv("NCCL_HOSTID"); given != nullptr && *given != '\0') {
-    name = given;
-  } else {
-    std::array<char, 256> host{};
-    (void)gethostname(host.data(), host.size() - 1);
-    name = host.data();
-    std::string boot;
-    if (std::ifstream file("/proc/sys/kernel/random/boot_id"); std::getline(file, boot)) name += boot;
-  }
-  const char* no_peers = std::getenv("NCCL_P2P_DISABLE");
-  if (no_peers != nullptr && std::string_view(no_peers) == "1") name += fmt::format(" rank {}", rank);
-  return fingerprint(name) >> 1;
-}
-
 void NcclHandle::Abort::operator()(ncclComm_t comm) const {
   run_within(kNcclFarewell, [comm] { (void)ncclCommAbort(comm); });
 }
 
 NcclHandle::NcclHandle(c10d::Store& store, int rank, int size, const NcclOptions& options) {
   const Clock::time_point deadline = Clock::now() + options.timeout;
-  const ncclUniqueId id = shared_id(store, rank, options, deadline);
+  const Invitation invited = invitation(store, rank, options, deadline);
   store.set(joined_key(rank), std::vector<uint8_t>{1});
 
   // Also what reports success goes on in the background: ncclCommSplit returns before it is done.
@@ -161,9 +173,16 @@ NcclHandle::NcclHandle(c10d::Store& store, int rank, int size, const NcclOptions
 
   ncclConfig_t config = config_of(options, false);
   ncclComm_t joined = nullptr;
-  const ncclResult_t joining = ncclCommInitRankConfig(&joined, size, id, rank, &config);
+  const ncclResult_t joining = ncclCommInitRankConfig(&joined, size, invited.id, rank, &config);
   joined_.reset(joined);
   check(joining, joined);
+  one_host_ = !store.check({kOtherHostKey});
+  if (store.check({kOtherSizeKey})) {
+    fail(Code::kRanksDisagree,
+         "[rank {}] the ranks were given different in_place_mb (here {} bytes, on rank 0 {}; -1 is lockstep's choice). "
+         "Their collectives would not match: give all ranks the same lockstep.Nccl(...).",
+         rank, options.in_place_bytes.value_or(-1), invited.in_place_bytes);
+  }
 
   config = config_of(options, true);
   // NCCL writes it from a thread that may outlast this call when something fails: then it must stay.

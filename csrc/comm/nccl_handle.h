@@ -15,9 +15,6 @@ namespace lockstep {
 /// What went wrong, in NCCL's words: the kind of error and the last message that NCCL kept in this process.
 [[nodiscard]] std::string nccl_reason(ncclResult_t result);
 
-/// A number of this host as NCCL sees it: equal on ranks that can reach each other without the network. Not negative.
-[[nodiscard]] uint64_t nccl_host(int rank);
-
 /// How long freeing or aborting may take before the communicator is left to a thread of its own.
 inline constexpr std::chrono::seconds kNcclFarewell{10};
 
@@ -26,10 +23,12 @@ inline constexpr std::chrono::seconds kNcclFarewell{10};
 class NcclHandle {
  public:
   /// Collective. The communicator is bound to the current device.
-  /// @throws lockstep::Error  the other ranks did not join within the timeout, or NCCL failed.
+  /// @throws lockstep::Error  the other ranks did not join within the timeout or with other options, or NCCL failed.
   NcclHandle(c10d::Store& store, int rank, int size, const NcclOptions& options);
 
   [[nodiscard]] ncclComm_t get() const { return comm_.get(); }
+  /// All ranks are on one host, as NCCL tells hosts apart, and NCCL_P2P_DISABLE is set on none.
+  [[nodiscard]] bool is_on_one_host() const { return one_host_; }
   /// An error that NCCL noticed by itself, such as a peer that is gone; ncclInProgress while a call goes on in the
   /// background, which only happens when NCCL_COMM_BLOCKING=0 forbids blocking. One thread at a time may ask.
   [[nodiscard]] ncclResult_t async_error() const;
@@ -52,6 +51,7 @@ class NcclHandle {
 
   Owned joined_;  // empty once it has served, unless its resources are shared
   Owned comm_;
+  bool one_host_ = true;
 };
 
 }  // namespace lockstep

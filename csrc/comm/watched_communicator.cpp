@@ -25,8 +25,11 @@ void explaining(Monitor* monitor, During during, const Call& call) {
   try {
     call();
   } catch (const CollectiveError& error) {
-    const std::string cause = cause_of(*monitor, error.what(), /*lost=*/true);
-    throw PeerError(cause.empty() ? error.what() : fmt::format("{} {}", uncoded(error.what()), cause));
+    const std::string_view what = error.what();
+    const std::string_view plain = uncoded(what);
+    const Monitor::Cause cause = cause_of(*monitor, error.what(), /*lost=*/true);
+    if (cause.found) throw PeerError(fmt::format("{} {}", plain, cause.text));
+    throw Error(fmt::format("{} {}{}", plain, uncoded(cause.text), what.substr(plain.size())));
   } catch (const Error&) {
     if (starts) monitor->raise_if_lost();  // it was the monitor that ended it
     throw;
@@ -35,15 +38,13 @@ void explaining(Monitor* monitor, During during, const Call& call) {
     const bool lost = lost_a_connection(text);
     if (starts) monitor->raise_if_lost();
     if (starts && !lost) throw;
-    if (const std::string cause = cause_of(*monitor, text, lost); !cause.empty()) error.add_context(cause);
+    error.add_context(cause_of(*monitor, text, lost).text);
     throw;
   } catch (const std::runtime_error& error) {  // gloo's own kind; hooks written in Python raise others
     const bool lost = lost_a_connection(error.what());
     if (starts) monitor->raise_if_lost();
     if (starts && !lost) throw;
-    const std::string cause = cause_of(*monitor, error.what(), lost);
-    if (cause.empty()) throw;
-    throw PeerError(coded(Code::kReductionFailed, std::string(error.what()) + " " + cause));
+    throw PeerError(fmt::format("{} {}", error.what(), cause_of(*monitor, error.what(), lost).text));
   }
 }
 
@@ -161,10 +162,10 @@ class WatchedCommunicator final : public Communicator {
 
 }  // namespace
 
-std::string cause_of(Monitor& monitor, const std::string& text, bool lost) {
+Monitor::Cause cause_of(Monitor& monitor, const std::string& text, bool lost) {
   if (lost) monitor.give_up(text);
-  std::string cause = monitor.explain_failure(text);
-  if (lost && !cause.empty()) monitor.give_up(cause);
+  Monitor::Cause cause = monitor.explain_failure(text);
+  if (lost && cause.found) monitor.give_up(cause.text);
   return cause;
 }
 

@@ -10,11 +10,10 @@
 
 namespace lockstep {
 
-/// What `monitor` finds out about a collective that failed with this text, with a code; empty: nothing. May take
-/// seconds.
+/// What `monitor` finds out about a collective that failed with this text. May take seconds.
 /// @param lost  NCCL lost another rank, and no collective can follow. They are aborted first, because c10d's watchdog
 ///              may end the process.
-[[nodiscard]] std::string cause_of(Monitor& monitor, const std::string& text, bool lost);
+[[nodiscard]] Monitor::Cause cause_of(Monitor& monitor, const std::string& text, bool lost);
 
 /// Makes the communicator that `isolate` moves to, or null to stay. Collective.
 using MakeOwn = std::function<std::shared_ptr<Communicator>()>;

@@ -158,8 +158,8 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
     }
     all_wait = all_wait && is_waiting(line.stage) && line.since_ms >= threshold_.count();
     const bool here = line.stage == mine.stage && line.step == mine.step;
-    if (!is_waiting(line.stage)) missing.push_back(told);
-    if (is_waiting(line.stage) && !here) elsewhere.push_back(told);
+    if (!surely || !is_waiting(line.stage)) missing.push_back(told);
+    if (surely && is_waiting(line.stage) && !here) elsewhere.push_back(told);
   }
   if (surely && hopeless.empty() && all_wait && !elsewhere.empty() && mine.since_ms >= threshold_.count()) {
     hopeless =
@@ -180,8 +180,8 @@ PeerWatch::Judgement PeerWatch::judge(const Lines& lines, const Standing& mine, 
                           here, hopeless, alone));
   }
   missing.insert(missing.end(), elsewhere.begin(), elsewhere.end());
-  judgement.report = coded(
-      Code::kStalled, fmt::format("{}. {}.", here, missing.empty() ? "All other ranks are here too" : listed(missing)));
+  const std::string nobody = hopeless.empty() ? "All other ranks are here too" : hopeless;
+  judgement.report = coded(Code::kStalled, fmt::format("{}. {}.", here, missing.empty() ? nobody : listed(missing)));
   return judgement;
 }
 

@@ -182,7 +182,7 @@ class PythonHook final : public CommHook {
     const auto monitor = comm.monitor();
     if (!monitor || !comes_from_the_wire(text)) return "";
     const py::gil_scoped_release no_gil;
-    return ". " + cause_of(*monitor, text, lost_a_connection(text));
+    return ". " + cause_of(*monitor, text, lost_a_connection(text)).text;
   }
 
   py::object state_;

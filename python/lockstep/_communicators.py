@@ -21,7 +21,8 @@ class Nccl:
         net_name: network plugin or transport, such as "Socket" or "IB"; empty: NCCL decides.
         split_share: keeps the communicator that joining took, whose connections are then shared.
         in_place_mb: gradients of so many MiB and more are averaged where they lie, and need no bucket memory. None:
-            0.25 where all ranks are on one host, else 16: each tensor then pays for the way through the network.
+            0.25 where all ranks are on one host (and NCCL_P2P_DISABLE is not 1), else 16: each tensor then pays for the
+            way through the network.
 
     Raises:
         ValueError: ``max_ctas`` is negative or no integer, ``net_name`` no text, or ``in_place_mb`` negative or no

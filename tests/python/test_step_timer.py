@@ -260,6 +260,25 @@ def test_a_copy_of_a_timed_model_is_not_timed():
     assert timer._forward is None and not timer._backward.take()
 
 
+def test_an_evaluation_before_restart_is_in_no_step():
+    timer, model = _timed(lambda module: module, steps=2)
+    with torch.no_grad():
+        model(torch.ones(4, 3))
+    timer.restart()
+    assert timer._forward is None
+
+
+def test_a_backward_within_which_the_optimizer_steps_is_counted_with_the_next_step():
+    timer, model = _timed(lambda module: module, steps=2)
+    optimizer = Optimizer(model.parameters(), model.ticks)
+    optimizer.register_step_pre_hook(timer._begin_optimizer)
+    optimizer.register_step_post_hook(timer._end_step)
+    model.layer.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+    assert timer.steps()[-1]["backward"] > 0
+
+
 def test_the_clock_of_the_host_counts_seconds():
     clock = Clock(torch.device("cpu"))
     begin = clock.mark()

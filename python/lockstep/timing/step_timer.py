@@ -142,6 +142,7 @@ class StepTimer:
     def restart(self) -> None:
         """Begin the next step now: what happened since the last one, an evaluation say, belongs to no step."""
         self._backward.take()
+        self._forward = None
         self._marks = None
 
     def reset(self) -> None:

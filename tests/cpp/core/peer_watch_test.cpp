@@ -239,6 +239,16 @@ TEST(PeerWatch, WhenOnlyTheDeviceWaitsTheDeadAndTheFailedAreReasonsAndNobodyElse
   EXPECT_THAT(with(standing(Stage::kBufferWait, 8, 9000)), IsEmpty()) << "it waits for our host";
 }
 
+TEST(PeerWatch, TheReportNeverSaysThatAllAreHereWhenOneHasFailedOrACallTakesLong) {
+  const auto report = [&](const Standing& other, PeerWatch::Because because) {
+    return PeerWatch(0, kThreshold).judge({waiting(), other}, waiting(9000), kNow, because).report;
+  };
+  EXPECT_THAT(report(standing(Stage::kFailed, 7, 10, "oops"), PeerWatch::Because::kWaiting),
+              HasSubstr("rank 1 has failed: oops"));
+  EXPECT_THAT(report(waiting(60000), PeerWatch::Because::kWaiting), HasSubstr("All other ranks are here too"));
+  EXPECT_THAT(report(waiting(60000), PeerWatch::Because::kPerhapsWaiting), HasSubstr("rank 1 waits for"));
+}
+
 TEST(PeerWatch, RanksThatAllWaitForDifferentThingsWillDoSoForEver) {
   const Standing elsewhere = standing(Stage::kBufferWait, 8, 2000);
   const auto judgement = judged({waiting(), elsewhere}, waiting(2000));

@@ -271,7 +271,7 @@ TEST(Monitor, BothRanksWhoseCollectiveFailedBlameTheDeadOneAndNotEachOther) {
   for (const size_t rank : {size_t{0}, size_t{2}}) {
     ranks.progress[rank]->enter(Stage::kBucketWait);
     threads.emplace_back(
-        [&, rank] { causes[rank] = ranks.monitors[rank]->explain_failure("Connection reset by peer"); });
+        [&, rank] { causes[rank] = ranks.monitors[rank]->explain_failure("Connection reset by peer").text; });
   }
   for (std::thread& thread : threads) thread.join();
   for (const size_t rank : {size_t{0}, size_t{2}}) {
@@ -286,7 +286,7 @@ TEST(Monitor, ASlowStoreDoesNotHideADeath) {
   Ranks ranks(2);
   ranks.kill(1, Stage::kForward);
   ranks.store->slow_down(milliseconds(1200));  // two lines a look: the second ends after silence, but not of 3.5 s
-  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer"),
+  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer").text,
               HasSubstr("rank 1 has not been heard of"));
 }
 
@@ -294,14 +294,15 @@ TEST(Monitor, AFailureElsewhereExplainsOursAtOnce) {
   Ranks ranks(2);
   ranks.monitors[1]->publish_failure("[rank 1] oops [LS-006]");
   const auto begin = steady_clock::now();
-  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer"), HasSubstr("rank 1 has failed: [rank 1]"));
+  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer").text,
+              HasSubstr("rank 1 has failed: [rank 1]"));
   EXPECT_LT(steady_clock::now() - begin, PeerWatch::kSilence);
 }
 
 TEST(Monitor, AFailureWithoutACauseElsewhereIsPublishedAsOurOwn) {
   Ranks ranks(2);
   ranks.progress[0]->enter(Stage::kBucketWait);
-  EXPECT_THAT(ranks.monitors[0]->explain_failure("a cable"), HasSubstr("rank 1 is wrapping its model"));
+  EXPECT_THAT(ranks.monitors[0]->explain_failure("a cable").text, HasSubstr("rank 1 is wrapping its model"));
   const auto line = ranks.monitors[1]->lines()[0];
   ASSERT_TRUE(line);
   EXPECT_EQ(line->stage, Stage::kFailed);
@@ -312,7 +313,7 @@ TEST(Monitor, AStoreThatIsGoneIsTakenForItsHostsDeath) {
   Ranks ranks(2);
   ranks.progress[0]->enter(Stage::kBucketWait);
   ranks.store->cut();
-  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer"),
+  EXPECT_THAT(ranks.monitors[0]->explain_failure("Connection reset by peer").text,
               AllOf(HasSubstr("[rank 0]"), HasSubstr("store does not answer"), HasSubstr("rank 0, or the launcher"),
                     HasSubstr("[LS-021]"), Not(HasSubstr("Broken pipe"))));
   ranks.progress[1]->enter(Stage::kBucketWait);
@@ -444,6 +445,16 @@ TEST(WatchedCommunicator, NamesTheRankThatBrokeACollectiveAtItsStart) {
                                              Not(HasSubstr("[LS-011]")))));
   EXPECT_THAT([&] { job.ranks.monitors[0]->raise_if_lost(); },
               ThrowsMessage<PeerError>(HasSubstr("rank 1 has not been heard of")));
+}
+
+TEST(WatchedCommunicator, KeepsTheCodeOfABrokenCollectiveThatNoRankExplains) {
+  Started job([] { throw CollectiveError("[rank 0] NCCL failed: a cable [LS-011]"); });
+  EXPECT_THAT([&] { job.sum(); }, ThrowsMessage<Error>(AllOf(HasSubstr("a cable [rank 0] is in backward of step 1"),
+                                                             HasSubstr("rank 1 is wrapping its model"),
+                                                             HasSubstr("[LS-011]"), Not(HasSubstr("[LS-022]")))));
+  const auto line = job.ranks.monitors[1]->lines()[0];
+  ASSERT_TRUE(line);
+  EXPECT_EQ(line->stage, Stage::kFailed) << "the cause may be here";
 }
 
 TEST(WatchedCommunicator, KeepsTheTypeOfAnErrorOfC10dAndEndsItsGroupFirst) {
