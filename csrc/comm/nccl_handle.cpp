@@ -102,6 +102,7 @@ Invitation invitation(c10d::Store& store, int rank, const NcclOptions& options, 
       // Before joining: who has joined knows that all have said so.
       if (theirs.host != mine.host) store.set(kOtherHostKey, std::vector<uint8_t>{1});
       if (theirs.in_place_bytes != mine.in_place_bytes) store.set(kOtherSizeKey, std::vector<uint8_t>{1});
+      (void)store.check({kIdKey});  // a store answers no `set`, but works in order
       return theirs;
     }
     reason = fmt::format("it has {} bytes instead of {}", bytes.size(), sizeof(Invitation));
