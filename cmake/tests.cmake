@@ -45,7 +45,8 @@ add_executable(lockstep_tests
   tests/cpp/engine/pack_test.cpp
   tests/cpp/engine/reducer_test.cpp
   tests/cpp/engine/timed_communicator_test.cpp
-  tests/cpp/engine/top_k_hook_test.cpp)
+  tests/cpp/engine/top_k_hook_test.cpp
+  tests/cpp/engine/watched_communicator_test.cpp)
 target_include_directories(lockstep_tests PRIVATE tests/cpp/engine)
 target_link_libraries(lockstep_tests PRIVATE lockstep lockstep_fmt)
 # -fPIC and not the -fPIE of programs: a precompiled header is only shared between equal flags.
