@@ -44,6 +44,7 @@ add_executable(lockstep_tests
   tests/cpp/engine/monitor_test.cpp
   tests/cpp/engine/pack_test.cpp
   tests/cpp/engine/reducer_test.cpp
+  tests/cpp/engine/sparse_sum_test.cpp
   tests/cpp/engine/timed_communicator_test.cpp
   tests/cpp/engine/top_k_hook_test.cpp
   tests/cpp/engine/watched_communicator_test.cpp)

@@ -119,15 +119,47 @@ std::chrono::milliseconds timeout_of(c10d::ProcessGroup& group) {
   return kProcessGroupDefaultTimeout;
 }
 
-/// NCCL takes a list of tensors in one launch, and has a mean. Other backends of c10d lack one or both.
-bool groups_lists(c10d::ProcessGroup& group, at::Device device) {
-  if (!device.is_cuda()) return false;
+/// Whether collectives of tensors on `device` are those of the backend of this name.
+bool runs_on(std::string_view backend, c10d::ProcessGroup& group, at::Device device) {
   try {
-    return group.getBackend(device.type())->getBackendName() == "nccl";
+    return group.getBackend(device.type())->getBackendName() == backend;
   } catch (const std::exception&) {  // no backend for this device: the first collective will say so
     return false;
   }
 }
+
+// gloo's worker threads write the name of the collective they have finished into one string, without a lock (torch 2.11
+// to 2.15). A name of 16 characters and more has memory of its own, which two threads then free twice: heap corruption,
+// seconds to hours later. So none of our collectives over gloo may have such a name, neither _ALLREDUCE_SPARSE nor
+// _REDUCE_SCATTER_BASE; all others that we use are shorter.
+bool has_unsafe_names(c10d::ProcessGroup& group, at::Device device) { return runs_on("gloo", group, device); }
+
+/// What the other ranks have sent is added up when it has arrived.
+class SumOfChunks final : public Transfer {
+ public:
+  SumOfChunks(TransferPtr chunks, at::Tensor received, at::Tensor output)
+      : chunks_(std::move(chunks)), received_(std::move(received)), output_(std::move(output)) {}
+
+  void wait() override {
+    chunks_->wait();
+    add_up();
+  }
+  bool wait_for(std::chrono::milliseconds patience) override {
+    if (!chunks_->wait_for(patience)) return false;
+    add_up();
+    return true;
+  }
+
+ private:
+  void add_up() {
+    const at::NoGradGuard no_grad;
+    at::sum_out(output_, received_, {0});
+  }
+
+  TransferPtr chunks_;
+  at::Tensor received_;  // [ranks, elements of the output]
+  at::Tensor output_;
+};
 
 /// All of `tensors`, of one dtype, in one launch.
 TransferPtr reduce_list(c10d::ProcessGroup& group, std::span<const at::Tensor> tensors, ReduceOp::RedOpType op) {
@@ -149,13 +181,15 @@ C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
       rank_(group_->getRank()),
       size_(group_->getSize()),
       timeout_(timeout_of(*group_)),
-      groups_(groups_lists(*group_, device)) {}
+      groups_(device.is_cuda() && runs_on("nccl", *group_, device)) {}
 
 std::string C10dCommunicator::name() const { return group_->getBackendName(); }
 
 TransferPtr C10dCommunicator::sum(at::Tensor data) {
   // NCCL has no sparse sum, and gloo only one on the host.
-  if (data.is_sparse() && !data.is_cpu()) return sum_sparse(*this, std::move(data));
+  if (data.is_sparse() && (!data.is_cpu() || has_unsafe_names(*group_, data.device()))) {
+    return sum_sparse(*this, std::move(data));
+  }
   return reduce(*group_, std::move(data), ReduceOp::SUM);
 }
 
@@ -199,6 +233,11 @@ TransferPtr C10dCommunicator::all_to_all(at::Tensor output, at::Tensor input) {
 }
 
 TransferPtr C10dCommunicator::reduce_scatter(at::Tensor output, at::Tensor input) {
+  if (has_unsafe_names(*group_, output.device())) {  // the same traffic
+    at::Tensor received = at::empty({size_, output.numel()}, output.options());
+    TransferPtr chunks = all_to_all(received.view(-1), input.view(-1));
+    return std::make_unique<SumOfChunks>(std::move(chunks), std::move(received), output.view(-1));
+  }
   auto work = compat::reduce_scatter(*group_, output, input);
   return std::make_unique<C10dTransfer>(std::move(work), std::vector<at::Tensor>{output, input});
 }

@@ -46,7 +46,8 @@ class Communicator {
   /// For messages and logs: "gloo", "nccl", "local".
   [[nodiscard]] virtual std::string name() const = 0;
 
-  /// `data` becomes the sum over ranks, bit-equal on all of them. `data` may be sparse COO where the backend can.
+  /// `data` becomes the sum over ranks, bit-equal on all of them. `data` may be sparse COO where the backend can; part
+  /// of such a sum may be issued when it is waited for, which every rank must then do at the same point of the list.
   virtual TransferPtr sum(at::Tensor data) = 0;
   /// Every tensor becomes its sum over ranks, as one transfer: one launch where the backend can group them.
   virtual TransferPtr sum_all(std::span<const at::Tensor> tensors);

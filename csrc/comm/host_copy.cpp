@@ -47,7 +47,7 @@ HostCopy::HostCopy(const at::Tensor& source) {
 }
 
 const at::Tensor& HostCopy::await(Communicator& comm) {
-  if (made_ && !made_->query()) {
+  if (!wait_for(std::chrono::milliseconds::zero())) {
     comm.outwait([this](std::chrono::milliseconds patience) { return wait_for(patience); });
   }
   made_.reset();
@@ -57,6 +57,7 @@ const at::Tensor& HostCopy::await(Communicator& comm) {
 /// An event knows no waiting with a limit; it is asked again and again instead.
 bool HostCopy::wait_for(std::chrono::milliseconds patience) {
   constexpr std::chrono::microseconds kBetween{50};
+  if (!made_) return true;
   const auto deadline = std::chrono::steady_clock::now() + patience;
   while (!made_->query()) {
     if (std::chrono::steady_clock::now() >= deadline) return false;

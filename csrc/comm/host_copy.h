@@ -31,10 +31,10 @@ class HostCopy {
   /// Blocks until the copy is there, in pieces that let `comm` find out that waiting is hopeless.
   /// @throws  what `Communicator::outwait` does.
   const at::Tensor& await(Communicator& comm);
-
- private:
+  /// Blocks for at most `patience`. Returns whether the copy is there, so that `await` returns it at once.
   bool wait_for(std::chrono::milliseconds patience);
 
+ private:
   at::Tensor copy_;
   std::optional<c10::Event> made_;
 };

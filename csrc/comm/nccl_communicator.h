@@ -34,9 +34,9 @@ struct NcclOptions {
 ///
 /// Collectives run on a stream of their own with high priority: it waits for the current stream at the call, and
 /// `Transfer::wait` makes the then current stream wait for it. The host waits for no device, except that the first
-/// collective of a kind connects to the other ranks, and that sparse sums wait. Tensors must be on this communicator's
-/// device and, but for sums, dense; sums and maxima take float, double, half, bfloat16, int, long, uint8, int8, bool
-/// and, for sums, complex; the rest takes all.
+/// collective of a kind connects to the other ranks, and at the end of sparse sums. Tensors must be on this
+/// communicator's device and, but for sums, dense; sums and maxima take float, double, half, bfloat16, int, long,
+/// uint8, int8, bool and, for sums, complex; the rest takes all.
 ///
 /// A watchdog thread notices errors and collectives that take longer than the timeout. It then aborts the communicator:
 /// what was on its way ends with undefined values, and every later call and wait throws its report. Destruction, in any

@@ -93,7 +93,7 @@ std::string local_address_towards(const std::string& host, int port) {
                        getsockname(socket_id, reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
                        getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text.data(), text.size(), nullptr, 0,
                                    NI_NUMERICHOST) == 0;
-    close(socket_id);
+    ::close(socket_id);
     if (known) return text.data();
   }
   return {};
