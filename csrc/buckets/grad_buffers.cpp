@@ -139,8 +139,11 @@ at::Tensor GradBuffers::allocate(BucketId id, at::ScalarType type) const {
 }
 
 at::Tensor GradBuffers::stand_in(BucketId id, double value) const {
-  const Bucket& bucket = plan_->bucket(id);
-  return bucket.sparse ? empty_sparse_like(first_param(id)) : allocate(id, wire_types_[index(id)]).fill_(value);
+  if (!plan_->bucket(id).sparse) return allocate(id, wire_types_[index(id)]).fill_(value);
+  const at::Tensor& param = first_param(id);
+  if (value == 0.0 || param.size(0) == 0) return empty_sparse_like(param);
+  const at::Tensor first_row = at::full_like(param.narrow(0, 0, 1), value, at::MemoryFormat::Contiguous);
+  return at::sparse_coo_tensor(at::zeros({1, 1}, param.options().dtype(at::kLong)), first_row, param.sizes());
 }
 
 std::vector<at::Tensor> GradBuffers::in_place_stand_ins(BucketId id, double value) const {

@@ -97,7 +97,8 @@ class GradBuffers {
   [[nodiscard]] const at::Tensor& memory(BucketId id) const { return wire_[index(id)]; }
   /// What is done to buckets now goes into a CUDA graph.
   [[nodiscard]] bool are_captured() const { return cuda::is_capturing(params_->tensors.front().device()); }
-  /// A tensor like that, filled with `value`, for a rank that has nothing to send.
+  /// A tensor like that, filled with `value`, for a rank that has nothing to send. A sparse one has no entries, or a
+  /// first row of `value` where that is not 0.
   [[nodiscard]] at::Tensor stand_in(BucketId id, double value) const;
   /// The same for gradients that are reduced where they lie.
   [[nodiscard]] std::vector<at::Tensor> in_place_stand_ins(BucketId id, double value) const;

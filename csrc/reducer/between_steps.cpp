@@ -229,32 +229,6 @@ void Reducer::raise_if_unfinished() {
   raise(Code::kUnfinished, text);
 }
 
-void Reducer::shadow_step() {
-  const std::lock_guard lock(mutex_);
-  progress_->enter(Stage::kBucketWait);
-  start_guard(true);
-  std::vector<InFlight> transfers;
-  for (size_t b = 0; b < buffers_.plan().num_buckets(); ++b) {
-    const BucketId id = bucket_id(b);
-    if (!is_empty(id)) transfers.push_back(send_stand_in(id, 0.0));
-  }
-  if (exchanges_usage()) usage_.start_exchange(*comm_, device());
-  check_guard(reading());
-  if (exchanges_usage()) usage_.finish_exchange(*comm_, usage_reading());
-  for (const InFlight& transfer : transfers) {
-    const at::Tensor mean = transfer.mean->wait();
-    if (options_.graph == GraphKind::kDynamic && usage_.anyone_late()) {
-      add_late_gradients(buffers_, transfer.bucket, params_, usage_, scale(), *comm_, mean);
-    }
-  }
-  // The other ranks have seen a whole backward, and will make a plan of it: so must we, without one of our own.
-  std::fill(counted_.begin(), counted_.end(), 1);
-  arrival_.clear();
-  learn_from_pass();
-  end_pass();
-  progress_->enter(Stage::kBetweenSteps);
-}
-
 void Reducer::set_manual_finalization(bool required) {
   const std::lock_guard lock(mutex_);
   if (phase_ != Phase::kIdle && phase_ != Phase::kAccumulating) {

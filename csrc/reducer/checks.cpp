@@ -170,7 +170,8 @@ void Reducer::start_guard(bool joined) {
           "a step with set_step_weight() cannot be captured into a CUDA graph: the weights of all ranks travel by the "
           "guards, which replays leave out. Call set_step_weight(None), or do not capture.");
   }
-  if (!options_.guards || guard_passed_ || guard_.started() || buffers_.are_captured()) return;
+  // Buckets that leave after all find that it was compared.
+  if (!options_.guards || compared_pass_ == passes_ || guard_.started() || buffers_.are_captured()) return;
   const PassWord word = pass_word(joined);
   guard_.start(*comm_, word, device());
   // Buckets of another size than the other ranks' must not leave: some groups abort the process over them.
@@ -181,7 +182,6 @@ void Reducer::start_guard(bool joined) {
   check_guard(Reading::kNow);
   progress_->enter(stage);
   agreed_sizes_ = sizes;
-  guard_passed_ = true;
 }
 
 /// Another rank will not come any more: nothing may be reduced from now on.
@@ -208,7 +208,7 @@ void Reducer::raise_if_lost() {
 }
 
 void Reducer::check_guard(Reading reading) {
-  if (std::exchange(guard_passed_, false)) return;
+  if (compared_pass_ == passes_) return;
   const Guard::Finding finding = giving_up_if_lost([&] { return guard_.finish(*comm_, reading); });
   compared_pass_ = passes_;
   raise_disagreement(finding);

@@ -2,8 +2,16 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
 namespace lockstep {
 namespace {
+
+/// What a rank owes: its gradient, times `scale`. One that the user has cleared since cannot be had any more.
+at::Tensor owed(const at::Tensor& param, double scale) {
+  const at::Tensor& grad = param.grad();
+  return grad.defined() ? grad.mul(scale) : at::full_like(param, std::numeric_limits<double>::quiet_NaN());
+}
 
 at::Tensor flat_reals(const at::Tensor& tensor) {
   const at::Tensor contiguous = tensor.contiguous();
@@ -20,10 +28,9 @@ void add_late_gradients(const GradBuffers& buffers, BucketId id, const ParamList
   for (const ParamId param : buffers.plan().bucket(id).params) {
     if (!usage.late_anywhere(param)) continue;
     targets.push_back(buffers.slot_view(mean, param));
-    const at::Tensor& grad = params.tensors[index(param)].grad();
     // Of the parameter's dtype on every rank: the mean may be of the wire's.
-    const at::Tensor& like = params.tensors[index(param)];
-    parts.push_back(flat_reals(usage.late_here(param) ? grad.mul(scale) : at::zeros_like(like)));
+    const at::Tensor& tensor = params.tensors[index(param)];
+    parts.push_back(flat_reals(usage.late_here(param) ? owed(tensor, scale) : at::zeros_like(tensor)));
   }
   if (targets.empty()) return;
 

@@ -11,7 +11,8 @@
 #include "reducer/late_gradients.h"
 #include "reducer/messages.h"
 
-// The path of a gradient through one step. What happens between steps is in between_steps.cpp.
+// The path of a gradient through one step. What happens between steps is in between_steps.cpp; a rank that has no
+// gradients for a step takes part in it by stand_ins.cpp.
 
 namespace lockstep {
 namespace {
@@ -164,15 +165,6 @@ void Reducer::send_bucket(BucketId id) {
   if (recorded) recording_.sent(id);
 }
 
-/// Takes part in the reduction of a bucket without touching its memory, which may hold gradients of ours.
-Reducer::InFlight Reducer::send_stand_in(BucketId id, double value) {
-  GradBucket bucket = buffers_.lend(id);
-  bucket.memory = buffers_.stand_in(id, value);
-  bucket.in_place = buffers_.in_place_stand_ins(id, value);
-  bucket.undivided = reduces_in_place();
-  return {id, hook_->start(bucket, *comm_)};
-}
-
 double Reducer::packing_scale() const {
   if (reduces_in_place()) return scale() * comm_->size();  // the rest of the division
   return hook_->input() == CommHook::Input::kSummand ? scale() : weight_.unit();
@@ -311,55 +303,6 @@ void Reducer::weigh(BucketId id, const GradBuffers::Predicate& keep) {
   const at::Tensor own = at::full({1}, weight_.total(), at::kDouble);
   const at::Tensor& weights = comm_->size() == 1 ? own : guard_.weights();
   divide_by_weights(params_, ids, weights, divides_by_live_ranks() ? divisor_ : comm_->size());
-}
-
-/// A backward threw before its end. The other ranks may be waiting for every bucket of this step, so those that have
-/// not left go out now, filled with NaN: the ranks stay in step, and none can take a mean without us for the truth.
-void Reducer::recover() {
-  progress_->enter(Stage::kBucketWait);
-  const bool word_has_left = guard_.started() || compared_pass_ == passes_;
-  Guard::Finding finding;
-  try {
-    threw_ = 1;
-    if (compared_pass_ != passes_) {
-      start_guard(false);
-      finding = guard_.finish(*comm_, reading());
-    }
-    guard_passed_ = false;
-  } catch (const std::exception&) {  // the same holds for what follows
-  }
-  const BucketRange rest = tracker_->finish();
-  for (size_t b = std::min(rest.first, num_handled_); b < rest.last; ++b) {
-    const BucketId id = bucket_id(b);
-    if (is_empty(id)) continue;
-    try {
-      in_flight_.push_back(send_stand_in(id, std::numeric_limits<double>::quiet_NaN()));
-    } catch (const std::exception&) {  // the cause of the failure strikes again; it has been reported
-    }
-  }
-  for (InFlight& transfer : in_flight_) {
-    try {
-      (void)transfer.mean->wait();
-    } catch (const std::exception&) {
-    }
-  }
-  in_flight_.clear();
-  recording_.drop_pass();
-  try {
-    if (exchanges_usage() && !usage_.exchange_started()) {
-      usage_.start_exchange(*comm_, device());
-      usage_.finish_exchange(*comm_, Reading::kNow);
-    }
-  } catch (const std::exception&) {
-  }
-  usage_.end_step();
-  end_pass();
-  phase_ = Phase::kIdle;
-  if (word_has_left) {
-    threw_ = 1;  // the next word says it
-  } else {
-    raise_disagreement(finding);
-  }
 }
 
 /// All ranks have taken part in one more pass, whatever came of it.

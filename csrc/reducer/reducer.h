@@ -189,6 +189,12 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   /// How final the plan is.
   enum class PlanState { kProvisional, kOrderKnown, kFinal };
 
+  /// Why a rank has no gradients for a pass that the other ranks reduce.
+  enum class Absence {
+    kJoined,   ///< It has run out of data: zeros stand in for them.
+    kFailure,  ///< Its backward threw: NaN does, so that no mean looks like one.
+  };
+
   struct InFlight {
     BucketId bucket;
     std::unique_ptr<PendingMean> mean;
@@ -206,7 +212,12 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void send(BucketRange range);
   void send_bucket(BucketId id);
   void weigh(BucketId id, const GradBuffers::Predicate& keep);
-  InFlight send_stand_in(BucketId id, double value);
+  void send_stand_in(BucketId id, Absence why);
+  void send_stand_ins(size_t first, Absence why);
+  void await_stand_ins(Absence why);
+  void start_usage_exchange();
+  template <typename Call>
+  void attempt(Absence why, const Call& call);
   template <typename Step>
   auto naming(BucketId id, const Step& step);
   void on_backward_ended(int backward);
@@ -303,7 +314,6 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   int64_t forwards_ = 0;           // since the last pass
   int64_t passes_ = 0;             // that this rank took part in, whatever came of them
   uint64_t plan_fingerprint_ = 0;
-  bool guard_passed_ = false;               // in this pass already
   int64_t compared_pass_ = -1;              // the last one whose word all ranks have seen
   int64_t threw_ = 0;                       // 1: what this rank owed to the last pass went out as NaN, and nobody knows
   std::array<uint64_t, 3> agreed_sizes_{};  // mode, plan and hook that all ranks had when they last agreed

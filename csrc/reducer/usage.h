@@ -45,6 +45,7 @@ class UsageTracker {
   /// Starts the exchange with the other ranks. Collective, after the last bucket has left.
   void start_exchange(Communicator& comm, at::Device device);
   [[nodiscard]] bool exchange_started() const { return counts_.defined(); }
+  [[nodiscard]] bool exchange_pending() const { return transfer_ != nullptr; }
   /// Waits for it. Afterwards the next two answer for all ranks. With `kLater` the counts are only looked at when the
   /// answer depends on them: a parameter was not used here, or may be late somewhere, as all ranks know alike from the
   /// step before. Else nothing is late, and what this rank has used is used.

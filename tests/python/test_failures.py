@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from models import Branches, Reversed
+from models import Branches, Reversed, tokens
 from oracle import Pair, assert_bit_equal_on_all_ranks, rank_data
 
 
@@ -90,6 +90,60 @@ def test_a_backward_that_throws_on_every_rank_leaves_the_engine_ready(ranks, opt
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=["default", "views"])
 def test_a_backward_that_throws_on_one_rank_gives_nan_to_the_others_and_is_told_to_all_of_them(ranks, options):
     ranks.run(_throws, options, [1])
+
+
+class ThrowsAboveATable(nn.Module):
+    """Backward never reaches the sparse table below the failure; ``spare`` is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.early = nn.Linear(4, 4)
+        self.spare = nn.Linear(4, 4)
+        self.late = nn.Linear(4, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.late(Throwing.apply(self.early(self.table(tokens))))
+
+
+def _one_throws(options: dict, hook: str | None) -> None:
+    def wrap(module: nn.Module) -> nn.Module:
+        wrapped = lockstep.DistributedDataParallel(module, bucket_cap_mb=1e-6, find_unused_parameters=True, **options)
+        if hook:
+            wrapped.register_comm_hook(getattr(lockstep.hooks, hook)())
+        return wrapped
+
+    pair = Pair(ThrowsAboveATable, wrap)
+    for step in range(3):  # past the change of plan, and past the step that tells that nobody uses the spare
+        pair.backward(lambda step=step: tokens(step))
+        pair.zero()
+
+    if dist.get_rank() == 1:
+        Throwing.armed.append(True)
+        with pytest.raises(ValueError, match="user code failed"):
+            pair.wrapped(tokens(3)).sum().backward()
+        Throwing.armed.clear()
+    else:
+        pair.wrapped(tokens(3)).sum().backward()
+        module = pair.wrapped.module
+        assert module.table.weight.grad.to_dense().isnan().any() and module.early.weight.grad.isnan().all()
+        assert not module.late.weight.grad.isnan().any() and module.spare.weight.grad is None
+    pair.zero()
+    with pytest.raises(RuntimeError, match=r"rank 1 swallowed an exception .* rank 0 had none.*\[LS-019\]"):
+        pair.wrapped(tokens(3)).sum().backward()
+    pair.zero()
+    for step in range(3):
+        pair.backward(lambda step=step: tokens(step))
+        if not hook:  # int8 is only near the mean
+            pair.check()
+        pair.zero()
+
+
+@pytest.mark.parametrize("hook", [None, "Int8"])
+@pytest.mark.parametrize("options", [{}, {"skip_all_reduce_unused_params": True}], ids=["find_unused", "skip"])
+def test_one_that_throws_stays_in_step_where_reductions_take_several_rounds(ranks, options, hook):
+    """With a sparse table, a hook of two collectives, buckets that are left out, and late gradients afterwards."""
+    ranks.run(_one_throws, options, hook)
 
 
 def _unfinished() -> list[str]:

@@ -56,8 +56,10 @@ def test_uneven_inputs_train_in_other_modes(ranks, options):
     ranks.run(_like_torch, [5, 3], options, {}, False, False)
 
 
-def _unused(batches: list[int]) -> None:
-    model = lockstep.DistributedDataParallel(Branches(), find_unused_parameters=True, bucket_cap_mb=1e-6)
+def _unused(batches: list[int], options: dict, hook: str | None) -> None:
+    model = lockstep.DistributedDataParallel(Branches(), find_unused_parameters=True, bucket_cap_mb=1e-6, **options)
+    if hook:
+        model.register_comm_hook(getattr(lockstep.hooks, hook)())
     with model.join():
         for step in range(batches[dist.get_rank()]):
             # The branch changes, so that gradients come late while the other rank has run out of data.
@@ -70,9 +72,11 @@ def _unused(batches: list[int]) -> None:
     assert_bit_equal_on_all_ranks(model.parameters(), "parameter")
 
 
+@pytest.mark.parametrize("hook", [None, "Int8"])
+@pytest.mark.parametrize("options", [{}, {"skip_all_reduce_unused_params": True}], ids=["all_buckets", "used_buckets"])
 @pytest.mark.parametrize("batches", [[6, 2], [2, 6]], ids=str)
-def test_uneven_inputs_with_unused_parameters_and_late_gradients_keep_ranks_equal(ranks, batches):
-    ranks.run(_unused, batches)
+def test_uneven_inputs_with_unused_parameters_and_late_gradients_keep_ranks_equal(ranks, batches, options, hook):
+    ranks.run(_unused, batches, options, hook)
 
 
 def _early_stop() -> int:
