@@ -43,9 +43,14 @@ def launch(
     ranks: tuple[int, ...] = (0, 1),
     world_size: int = 2,
     how: Callable[[int, int, int], dict[str, str]] = by_hand,
+    under: dict[int, list[str]] | None = None,
     hang: float = HANG,
 ) -> list[Result]:
     """Run ``command`` as each of ``ranks``; return exit status, stdout and stderr of each. None outlives the call.
+
+    Args:
+        how: the environment of ``how(rank, world_size, port)`` tells a process which rank it is.
+        under: by rank, a command that runs ``command``, such as a debugger.
 
     Raises:
         subprocess.TimeoutExpired: they have not ended within ``hang`` seconds.
@@ -53,7 +58,7 @@ def launch(
     port = free_port()
     processes = [
         subprocess.Popen(
-            list(map(str, command)),
+            [*(under or {}).get(rank, []), *map(str, command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
