@@ -158,7 +158,7 @@ void Reducer::sync_gradients() {
   const ScopedOptions as_dynamic(options_, GraphKind::kDynamic);
   std::fill(expected_.begin(), expected_.end(), 1);
   arrival_.clear();
-  in_flight_.clear();
+  forget_transfers();
   for (size_t i = 0; i < params_.size(); ++i) {
     if (params_.tensors[i].grad().defined()) usage_.mark_used(param_id(i));
   }
@@ -166,11 +166,26 @@ void Reducer::sync_gradients() {
   (void)tracker_->begin(expected_);
   if (records()) recording_.begin_backward(buffers_.plan());
   divisor_ = live_ranks_ ? live_ranks_() : comm_->size();
-  phase_ = Phase::kCollecting;  // should this throw, the next forward recovers
-  start_guard(false);
-  send(tracker_->finish());
-  num_sent_ = in_flight_.size();
-  finish();
+  phase_ = Phase::kCollecting;
+  try {
+    start_guard(false);
+    send(tracker_->finish());
+    num_sent_ = in_flight_.size();
+    finish();
+  } catch (...) {
+    recover_under_these_options();
+    throw;
+  }
+}
+
+/// At the next forward the options would be others. What the ranks find out about each other here is the failure that
+/// is being reported, or is found again.
+void Reducer::recover_under_these_options() {
+  if (phase_ != Phase::kCollecting || !unusable_.empty()) return;
+  try {
+    recover();
+  } catch (const std::exception&) {
+  }
 }
 
 void Reducer::set_step_weight(std::optional<double> weight) {
@@ -284,7 +299,7 @@ void Reducer::leave_gradients_to_hook() {
 void Reducer::reset(std::shared_ptr<Communicator> comm) {
   const std::lock_guard lock(mutex_);
   comm_ = std::move(comm);
-  in_flight_.clear();
+  forget_transfers();
   recording_.drop_pass();
   weight_.end_pass();
   final_waits_.clear();
@@ -294,6 +309,7 @@ void Reducer::reset(std::shared_ptr<Communicator> comm) {
   forwards_ = 0;
   passes_ = 0;
   compared_pass_ = -1;
+  failed_pass_ = -1;
   threw_ = 0;
   usage_.end_step();
   // Memory of our own: collectives of the old group may still write to the other one.

@@ -10,6 +10,14 @@
 #include "reducer/reducer.h"
 
 namespace lockstep {
+namespace {
+
+/// What decides the sizes of the buckets that will follow.
+std::array<uint64_t, 3> sizes_of(const PassWord& word) {
+  return {static_cast<uint64_t>(word.mode), word.plan, word.hook};
+}
+
+}  // namespace
 
 void Reducer::raise(Code code, const std::string& text) const {
   const std::string full = coded(code, fmt::format("[rank {}] {}", comm_->rank(), text));
@@ -164,24 +172,28 @@ PassWord Reducer::pass_word(bool joined) const {
           .weight = joined ? 0.0 : weight_.total()};
 }
 
-void Reducer::start_guard(bool joined) {
+/// Tells the other ranks, once in a pass. Returns true when they must be heard before any bucket leaves: some groups
+/// abort the process over buckets of another size than theirs.
+bool Reducer::send_word(bool joined) {
   if (weight_.used() && buffers_.are_captured()) {
     raise(Code::kReductionFailed,
           "a step with set_step_weight() cannot be captured into a CUDA graph: the weights of all ranks travel by the "
           "guards, which replays leave out. Call set_step_weight(None), or do not capture.");
   }
   // Buckets that leave after all find that it was compared.
-  if (!options_.guards || compared_pass_ == passes_ || guard_.started() || buffers_.are_captured()) return;
+  if (!options_.guards || compared_pass_ == passes_ || guard_.started() || buffers_.are_captured()) return false;
   const PassWord word = pass_word(joined);
   guard_.start(*comm_, word, device());
-  // Buckets of another size than the other ranks' must not leave: some groups abort the process over them.
-  const std::array<uint64_t, 3> sizes{static_cast<uint64_t>(word.mode), word.plan, word.hook};
-  if (sizes == agreed_sizes_) return;
+  return sizes_of(word) != agreed_sizes_;
+}
+
+void Reducer::start_guard(bool joined) {
+  if (!send_word(joined)) return;
   const Stage stage = progress_->stage();
   progress_->enter(Stage::kBucketWait);
   check_guard(Reading::kNow);
   progress_->enter(stage);
-  agreed_sizes_ = sizes;
+  agreed_sizes_ = sizes_of(pass_word(joined));
 }
 
 /// Another rank will not come any more: nothing may be reduced from now on.
@@ -211,6 +223,7 @@ void Reducer::check_guard(Reading reading) {
   if (compared_pass_ == passes_) return;
   const Guard::Finding finding = giving_up_if_lost([&] { return guard_.finish(*comm_, reading); });
   compared_pass_ = passes_;
+  if (!finding.text.empty()) failed_pass_ = passes_;
   raise_disagreement(finding);
 }
 
@@ -228,7 +241,7 @@ void Reducer::raise_disagreement(const Guard::Finding& finding) {
                 finding.text);
   if (finding.sizes_may_differ) {
     unusable_ = text;
-    in_flight_.clear();  // they may never end
+    forget_transfers();  // they may never end
     phase_ = Phase::kIdle;
   }
   raise(Code::kRanksDisagree, text);

@@ -59,14 +59,17 @@ void Reducer::open(Opening opening) {
   before_ = std::exchange(phase_, Phase::kCollecting);
   backward_kind_ = opening == Opening::kOutput ? current_backward_kind(hooks_) : BackwardKind::kOther;
   progress_->enter(Stage::kBackward);
+  if (before_ != Phase::kPartial) begin_pass();  // else the same pass goes on
+  // After that: should these throw, all buckets are owed.
   hook_end_of_backward();
-  if (before_ == Phase::kPartial) return;  // the same pass goes on
   if (before_ == Phase::kArmed) check_switch();
+}
+
+void Reducer::begin_pass() {
   times_.backward_compute_start = steady_ns();
   arrivals_ = 0;
   arrival_.clear();
-  in_flight_.clear();
-  skipped_.clear();
+  forget_transfers();
   num_handled_ = 0;
   if (records_firings()) {
     std::fill(counted_.begin(), counted_.end(), 0);
@@ -228,15 +231,17 @@ void Reducer::finish() {
   const bool hook_first = exchanges && hook_->communicates_later();
   if (exchanges && !hook_first) usage_.start_exchange(*comm_, device());
   check_guard(reading());
-  std::vector<std::pair<BucketId, at::Tensor>> means;
   if (hook_first) {
-    take_means([&](BucketId id, at::Tensor mean) { means.emplace_back(id, std::move(mean)); });
+    while (!in_flight_.empty()) take_mean();
     usage_.start_exchange(*comm_, device());
   }
   if (exchanges) usage_.finish_exchange(*comm_, usage_reading());
-  for (const auto& [id, mean] : means) publish(id, mean);
+  while (!means_.empty()) publish_first();
   send_used_after_all();
-  take_means([this](BucketId id, const at::Tensor& mean) { publish(id, mean); });
+  while (!in_flight_.empty()) {
+    take_mean();
+    publish_first();
+  }
   times_.communication_end = steady_ns();
   for (const auto& wait : std::exchange(final_waits_, {})) wait();
   check_unused_option();
@@ -253,30 +258,39 @@ void Reducer::finish() {
   progress_->enter(Stage::kBetweenSteps);
 }
 
-/// Waits for the buckets on their way, one after the other, in the order in which they left.
-void Reducer::take_means(const std::function<void(BucketId, at::Tensor)>& take) {
-  std::reverse(in_flight_.begin(), in_flight_.end());  // taken from the back
-  while (!in_flight_.empty()) {
-    const InFlight next = std::move(in_flight_.back());
-    in_flight_.pop_back();
-    progress_->enter(Stage::kBucketWait, index(next.bucket));
-    const bool recorded = records_buckets();
-    if (recorded) recording_.begin_wait(next.bucket);
-    const NvtxRange range(recorded && !device().is_cpu(),
-                          recorded ? "lockstep awaits " + buffers_.describe(next.bucket) : "");
-    at::Tensor mean = naming(next.bucket, [&] { return next.mean->wait(); });
-    if (recorded) recording_.end_wait(next.bucket);
-    take(next.bucket, std::move(mean));
-  }
+/// Waits for the first bucket on its way. What throws here and below leaves what is still to be done to `recover`.
+void Reducer::take_mean() {
+  const BucketId id = in_flight_.front().bucket;
+  const auto pending = std::move(in_flight_.front().mean);
+  progress_->enter(Stage::kBucketWait, index(id));
+  const bool recorded = records_buckets();
+  if (recorded) recording_.begin_wait(id);
+  const NvtxRange range(recorded && !device().is_cpu(), recorded ? "lockstep awaits " + buffers_.describe(id) : "");
+  at::Tensor mean = naming(id, [&] { return pending->wait(); });
+  if (recorded) recording_.end_wait(id);
+  in_flight_.pop_front();
+  means_.push_back({id, std::move(mean)});
+}
+
+void Reducer::publish_first() {
+  const Mean next = std::move(means_.front());
+  means_.pop_front();
+  publish(next.bucket, next.mean);
 }
 
 /// Buckets that were held back because nobody used them in the last step, and that somebody has used in this one.
 void Reducer::send_used_after_all() {
-  for (const BucketId id : std::exchange(skipped_, {})) {
-    if (is_skipped(id)) continue;
-    send_bucket(id);
+  for (; !skipped_.empty(); skipped_.pop_front()) {
+    if (is_skipped(skipped_.front())) continue;
+    send_bucket(skipped_.front());
     ++num_sent_;
   }
+}
+
+void Reducer::forget_transfers() {
+  in_flight_.clear();
+  means_.clear();
+  skipped_.clear();
 }
 
 void Reducer::publish(BucketId id, const at::Tensor& mean) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -197,7 +198,11 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
 
   struct InFlight {
     BucketId bucket;
-    std::unique_ptr<PendingMean> mean;
+    std::unique_ptr<PendingMean> mean;  // null: waiting for it has failed
+  };
+  struct Mean {
+    BucketId bucket;
+    at::Tensor mean;
   };
 
   Reducer(ParamList params, std::shared_ptr<Communicator> comm, ReducerOptions options, std::unique_ptr<CommHook> hook,
@@ -205,6 +210,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
 
   // All of these expect the mutex to be held.
   void open(Opening opening);
+  void begin_pass();
   void refuse_distributed_autograd() const;
   void hook_end_of_backward();
   void collect(ParamId id);
@@ -215,6 +221,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void send_stand_in(BucketId id, Absence why);
   void send_stand_ins(size_t first, Absence why);
   void await_stand_ins(Absence why);
+  void learn_from_absence();
   void start_usage_exchange();
   template <typename Call>
   void attempt(Absence why, const Call& call);
@@ -222,8 +229,10 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   auto naming(BucketId id, const Step& step);
   void on_backward_ended(int backward);
   void finish();
-  void take_means(const std::function<void(BucketId, at::Tensor)>& take);
+  void take_mean();
+  void publish_first();
   void send_used_after_all();
+  void forget_transfers();
   /// From the first sign of a backward until its means are published.
   [[nodiscard]] bool in_pass() const { return phase_ > Phase::kArmed; }
   [[nodiscard]] bool is_empty(BucketId id) const;
@@ -231,6 +240,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void publish(BucketId id, const at::Tensor& mean);
   void learn_from_pass();
   void recover();
+  void recover_under_these_options();
   void raise_if_unfinished();
   [[noreturn]] void raise(Code code, const std::string& text) const;  // puts the rank in front
   void warn(Code code, const std::string& text) const;                // the same
@@ -243,6 +253,7 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   void check_silent_backward();
   void report_local_gradients();
   void check_unused_option();
+  bool send_word(bool joined);
   void start_guard(bool joined);
   void check_guard(Reading reading);
   void raise_disagreement(const Guard::Finding& finding);
@@ -308,13 +319,16 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   size_t arrivals_ = 0;        // gradients in this pass
   BucketRange unawaited_;      // buckets that leave with the first of them
   int divisor_ = 1;            // ranks that contribute to this pass
-  std::vector<InFlight> in_flight_;
-  size_t num_handled_ = 0;         // buckets of this pass, from the first, that have left or need not
-  std::vector<BucketId> skipped_;  // held back in this pass because nobody used them in the last one
-  int64_t forwards_ = 0;           // since the last pass
-  int64_t passes_ = 0;             // that this rank took part in, whatever came of them
+  // What is still to be done for this pass, each in the order of all ranks.
+  std::deque<InFlight> in_flight_;
+  std::deque<Mean> means_;        // to be published
+  std::deque<BucketId> skipped_;  // held back because nobody used them in the last pass
+  size_t num_handled_ = 0;        // buckets of this pass, from the first, that have left or need not
+  int64_t forwards_ = 0;          // since the last pass
+  int64_t passes_ = 0;            // that this rank took part in, whatever came of them
   uint64_t plan_fingerprint_ = 0;
   int64_t compared_pass_ = -1;              // the last one whose word all ranks have seen
+  int64_t failed_pass_ = -1;                // the last one of which all ranks know that they disagree
   int64_t threw_ = 0;                       // 1: what this rank owed to the last pass went out as NaN, and nobody knows
   std::array<uint64_t, 3> agreed_sizes_{};  // mode, plan and hook that all ranks had when they last agreed
   std::string unusable_;                    // why no further collective may be issued; empty: all is well

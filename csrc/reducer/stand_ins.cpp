@@ -53,25 +53,36 @@ void Reducer::start_usage_exchange() {
 
 /// Waits for what is on its way and drops it; takes part in what the other ranks find out that they still have to send.
 void Reducer::await_stand_ins(Absence why) {
-  std::vector<std::pair<BucketId, at::Tensor>> means;
-  const auto take = [&](InFlight transfer) { means.emplace_back(transfer.bucket, transfer.mean->wait()); };
-  const auto mend = [this](BucketId id, const at::Tensor& mean) {
+  const auto take_first = [&] {
+    InFlight next = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    Mean taken{next.bucket, {}};
+    if (next.mean) attempt(why, [&] { taken.mean = next.mean->wait(); });
+    means_.push_back(std::move(taken));
+  };
+  const auto mend_first = [&] {
+    Mean next = std::move(means_.front());
+    means_.pop_front();
     if (options_.graph != GraphKind::kDynamic || !usage_.anyone_late()) return;
-    add_late_gradients(buffers_, id, params_, usage_, scale(), *comm_, mean);
+    attempt(why, [&] {
+      if (!next.mean.defined()) next.mean = buffers_.stand_in(next.bucket, 0.0);
+      add_late_gradients(buffers_, next.bucket, params_, usage_, scale(), *comm_, next.mean);
+    });
   };
   if (exchanges_usage()) {
-    if (hook_->communicates_later()) {
-      for (InFlight& transfer : std::exchange(in_flight_, {})) attempt(why, [&] { take(std::move(transfer)); });
+    if (hook_->communicates_later() && !usage_.exchange_started()) {
+      while (!in_flight_.empty()) take_first();
     }
     attempt(why, [this] { start_usage_exchange(); });
     if (usage_.exchange_pending()) attempt(why, [this] { usage_.finish_exchange(*comm_, usage_reading()); });
   }
-  for (const auto& [id, mean] : means) attempt(why, [&] { mend(id, mean); });
-  for (const BucketId id : std::exchange(skipped_, {})) {
-    if (!is_skipped(id)) attempt(why, [&] { send_stand_in(id, why); });
+  while (!means_.empty()) mend_first();
+  for (; !skipped_.empty(); skipped_.pop_front()) {
+    if (!is_skipped(skipped_.front())) attempt(why, [&] { send_stand_in(skipped_.front(), why); });
   }
-  for (const InFlight& transfer : std::exchange(in_flight_, {})) {
-    attempt(why, [&] { mend(transfer.bucket, transfer.mean->wait()); });
+  while (!in_flight_.empty()) {
+    take_first();
+    mend_first();
   }
 }
 
@@ -79,17 +90,23 @@ void Reducer::shadow_step() {
   const std::lock_guard lock(mutex_);
   progress_->enter(Stage::kBucketWait);
   start_guard(true);
-  in_flight_.clear();
-  skipped_.clear();
+  forget_transfers();
+  std::fill(counted_.begin(), counted_.end(), 0);
+  arrival_.clear();
   send_stand_ins(0, Absence::kJoined);
   check_guard(reading());
   await_stand_ins(Absence::kJoined);
-  // The other ranks have seen a whole backward, and will make a plan of it: so must we, without one of our own.
-  std::fill(counted_.begin(), counted_.end(), 1);
-  arrival_.clear();
-  learn_from_pass();
+  learn_from_absence();
   end_pass();
   progress_->enter(Stage::kBetweenSteps);
+}
+
+/// The other ranks have seen a whole backward, and will make a plan and a record of it: so must we.
+void Reducer::learn_from_absence() {
+  for (size_t i = 0; i < counted_.size(); ++i) {
+    if (counted_[i] == 0 && usage_.used_anywhere(param_id(i))) counted_[i] = 1;
+  }
+  learn_from_pass();
 }
 
 /// A backward threw before its end. The other ranks may be waiting for every bucket of this step, so those that have
@@ -97,24 +114,28 @@ void Reducer::shadow_step() {
 void Reducer::recover() {
   progress_->enter(Stage::kBucketWait);
   const bool word_has_left = guard_.started() || compared_pass_ == passes_;
+  const bool all_know = failed_pass_ == passes_;
   Guard::Finding finding;
   attempt(Absence::kFailure, [&] {
     threw_ = 1;
     if (compared_pass_ == passes_) return;
-    start_guard(false);
-    finding = guard_.finish(*comm_, reading());
+    const bool new_sizes = send_word(false);
+    finding = guard_.finish(*comm_, new_sizes ? Reading::kNow : reading());
+    if (!finding.text.empty()) failed_pass_ = passes_;
   });
+  if (finding.sizes_may_differ) raise_disagreement(finding);
   send_stand_ins(num_handled_, Absence::kFailure);
   await_stand_ins(Absence::kFailure);
   recording_.drop_pass();
-  usage_.end_step();
+  if (failed_pass_ == passes_) {
+    usage_.end_step();
+  } else {
+    learn_from_absence();
+  }
   end_pass();
   phase_ = Phase::kIdle;
-  if (word_has_left) {
-    threw_ = 1;  // the next word says it
-  } else {
-    raise_disagreement(finding);
-  }
+  if (word_has_left && !all_know) threw_ = 1;  // the next word says it
+  raise_disagreement(finding);
 }
 
 }  // namespace lockstep

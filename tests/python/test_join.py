@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -77,6 +78,31 @@ def _unused(batches: list[int], options: dict, hook: str | None) -> None:
 @pytest.mark.parametrize("batches", [[6, 2], [2, 6]], ids=str)
 def test_uneven_inputs_with_unused_parameters_and_late_gradients_keep_ranks_equal(ranks, batches, options, hook):
     ranks.run(_unused, batches, options, hook)
+
+
+class WithSpare(nn.Module):
+    """``spare`` is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.spare = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def _static_with_spare() -> None:
+    model = lockstep.DistributedDataParallel(WithSpare(), static_graph=True)
+    for batches in ([0, 3], [3, 3]):
+        with model.join():
+            for step in range(batches[dist.get_rank()]):
+                model(rank_data(3, 4, step=step)).sum().backward()
+                model.zero_grad()
+
+
+def test_a_rank_without_a_batch_in_the_first_epoch_learns_the_static_graph_of_the_others(ranks):
+    ranks.run(_static_with_spare)
 
 
 def _early_stop() -> int:
