@@ -128,6 +128,9 @@ void bind_reducer(py::module_& m) {
       .def(
           "_check_reducer_finalized", [](Replica& self) { self.reducer().check_finished(); }, NoGil())
       .def(
+          "finish_failed_pass", [](Replica& self) { self.reducer().finish_failed_pass(); }, NoGil(),
+          "Ends a backward that failed on this rank, as the next forward would.")
+      .def(
           "_remove_autograd_hooks", [](Replica& self) { self.reducer().detach(); }, NoGil())
       .def(
           "_get_local_used_map", [](Replica& self) { return self.reducer().used_map(); }, NoGil())

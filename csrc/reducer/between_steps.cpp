@@ -98,7 +98,7 @@ bool Reducer::begin_step() {
   const std::lock_guard lock(mutex_);
   raise_if_lost();
   raise_if_unfinished();
-  if (phase_ == Phase::kCollecting || phase_ == Phase::kPartial) recover();
+  if (in_pass()) recover();
   check_frozen();
   times_.forward_start = steady_ns();
   if (records()) recording_.begin_forward();
@@ -213,6 +213,12 @@ void Reducer::set_static_graph() {
 void Reducer::check_finished() {
   const std::lock_guard lock(mutex_);
   raise_if_unfinished();
+}
+
+void Reducer::finish_failed_pass() {
+  const std::lock_guard lock(mutex_);
+  raise_if_unfinished();
+  if (in_pass()) recover();
 }
 
 void Reducer::detach() {

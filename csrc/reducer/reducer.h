@@ -107,6 +107,10 @@ class Reducer final : public GradListener, public std::enable_shared_from_this<R
   /// @throws lockstep::Error  as `begin_step`.
   void check_finished();
 
+  /// Ends a pass that failed on this rank, as the next forward would. To be called where none may follow.
+  /// @throws lockstep::Error  as `begin_step`.
+  void finish_failed_pass();
+
   /// Takes part in every reduction of one step with zeros, for a rank that has run out of data. Collective.
   void shadow_step();
 

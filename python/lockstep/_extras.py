@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -257,7 +258,14 @@ class Extras:
                 "the others. Pass throw_on_early_termination=True, or give every rank equally many batches."
             )
             raise ValueError(tagged(Code.SYNC_BATCHNORM, text))
-        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+        return self._joined(super().join(divide_by_initial_world_size, enable, throw_on_early_termination))
+
+    @contextlib.contextmanager
+    def _joined(self, join: Any) -> Iterator[None]:
+        with join:
+            yield
+            # A backward of the last batch that threw: the others wait for it, before they look who has joined.
+            self.reducer.finish_failed_pass()
 
     def _first_sync_batchnorm(self) -> str | None:
         layers = (name for name, layer in self.module.named_modules() if isinstance(layer, torch.nn.SyncBatchNorm))

@@ -321,6 +321,25 @@ def test_each_rank_is_told_once_of_a_backward_that_never_began_and_by_the_right_
         assert "rank 1 swallowed an exception" in text and "LS-019" in text
 
 
+def _last_batch() -> None:
+    model = lockstep.DistributedDataParallel(ThrowsInTheMiddle(), bucket_cap_mb=1e-6)
+    batches = 3 + 2 * (dist.get_rank() == 0)
+    with pytest.raises(RuntimeError, match=TOLD), model.join():
+        for step in range(batches):
+            if step == 2 and dist.get_rank() == 1:
+                Throwing.armed.append(True)
+                with pytest.raises(ValueError, match=FAILURE):
+                    model(rank_data(3, 4, step=step)).sum().backward()
+                Throwing.armed.clear()
+            else:
+                model(rank_data(3, 4, step=step)).sum().backward()
+            model.zero_grad()
+
+
+def test_a_failure_of_the_last_batch_before_a_rank_joins_is_told_to_all(broken_ranks):
+    broken_ranks.run(_last_batch)
+
+
 def _strict() -> None:
     model = lockstep.DistributedDataParallel(nn.Linear(4, 4), strict=True)
     model(rank_data(3, 4)).sum().backward()
